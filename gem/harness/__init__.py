@@ -1,0 +1,1 @@
+"""The harness: declared cases, isolated workers, interleaved timing, results documents and reports."""

@@ -1,0 +1,81 @@
+"""The names that a declaration may use: kinds, implementations, peers and metrics.
+
+They live apart from the code behind them so that checking and listing a thousand declared cases imports no torch.
+The runner looks its peers up by these names; a test keeps both lists equal.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+KINDS = ("correctness", "throughput")
+# Kinds that the design names and that have no runner so far: they get an error of their own instead of "unknown kind".
+KINDS_WITHOUT_RUNNER = ("scaling", "quality", "claim")
+IMPLEMENTATIONS = ("reference", "torch", "triton", "gluon")
+DIRECTIONS = ("forward", "backward")
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a result row: its unit ('' for a plain number) and which way is better."""
+
+    unit: str
+    better: Better
+
+
+METRICS: dict[str, Metric] = {
+    "ms": Metric("ms", "lower"),
+    "tflops": Metric("TFLOP/s", "higher"),  # useful FLOPs only: pairs that the mask keeps
+    "gbps": Metric("GB/s", "higher"),
+    "roofline": Metric("share", "higher"),
+    "max_error": Metric("", "lower"),
+    "qps": Metric("1/s", "higher"),
+    "mfu": Metric("share", "higher"),
+    "ne": Metric("", "lower"),  # normalised entropy
+    "bytes": Metric("B", "lower"),
+}
+RATIO_PREFIX = "ratio_to."
+
+
+def metric(name: str) -> Metric | None:
+    """The metric called `name` (``ratio_to.<peer>`` included), or None when there is none."""
+    if name.startswith(RATIO_PREFIX) and len(name) > len(RATIO_PREFIX):
+        return Metric("x", "higher")  # peer's time / subject's time
+    return METRICS.get(name)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A public kernel to compare with: what it is, what it needs (the grammar of needs.py), and for which subjects."""
+
+    what: str
+    needs: str | None
+    subjects: tuple[str, ...]
+
+
+_SOFTMAX = ("jagged_attention", "gdpa", "block_attention")
+PEERS: dict[str, Peer] = {
+    "sdpa_padded": Peer("scaled_dot_product_attention on the batch padded to its longest sample", None, _SOFTMAX),
+    "torch_varlen": Peer("torch.nn.attention.varlen.varlen_attn", "cuda", _SOFTMAX),
+    "flex": Peer("FlexAttention, compiled, with a document mask over the flattened batch", "compiler", _SOFTMAX),
+    "nested": Peer("scaled_dot_product_attention on jagged nested tensors", None, _SOFTMAX),
+    "padded": Peer("the same gdpa by plain matmuls on the padded batch", None, ("gdpa",)),
+    "fa3": Peer("FlashAttention 3, flash_attn_varlen_func", "cuda:sm90, package:flash_attn_interface", _SOFTMAX),
+    "fa4": Peer("FlashAttention 4 (CuTe), flash_attn_varlen_func", "cuda:sm90, package:flash_attn.cute", _SOFTMAX),
+}
+
+
+def nearest(word: object, accepted: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the accepted name nearest to `word`, or '' when none is near."""
+    found = difflib.get_close_matches(str(word), list(accepted), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def accepted_list(accepted: Iterable[str], limit: int = 24) -> str:
+    """The accepted names on one line, cut after `limit` of them."""
+    names = list(accepted)
+    more = f", … ({len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

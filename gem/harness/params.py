@@ -1,0 +1,84 @@
+"""The parameters of each subject: what a `params = {...}` table of a declared case may say.
+
+A subject is a public op under measurement. Its model is strict (no string passes for a number) and closed (an unknown
+name is an error), because a misspelt parameter that is ignored measures something else than was asked for.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Activation = Literal["gelu", "gelu_tanh", "gelu_taylor", "silu", "relu", "relu_squared", "identity"]
+Bias = Literal["none", "dense", "dense_broadcast", "position", "time"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+Layout = Literal["packed", "fused_qkv", "strided"]
+
+
+def _pair(value: object) -> object:
+    """TOML knows only arrays: make the array of two a tuple, which is what a frozen model holds."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Side = Annotated[int, Field(ge=-1)]  # -1: unlimited
+Window = Annotated[tuple[Side, Side], BeforeValidator(_pair)]
+
+
+class SubjectParams(BaseModel):
+    """What every subject takes: the shape of a head, the dtypes and how the inputs lie in memory."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    heads: Annotated[int, Field(ge=1)] = 4
+    head_dim: Annotated[int, Field(ge=1)] = 64
+    dtype: DType = "float32"
+    offsets_dtype: Literal["int32", "int64"] = "int64"
+    # packed: [T, H, D] contiguous; fused_qkv: slices of one projection, row stride 3·H·D; strided: rows with gaps.
+    layout: Layout = "packed"
+    nested: bool = False  # pass nested tensors instead of values + offsets
+    compile: bool = False  # call the op under torch.compile(fullgraph=True)
+    seed: int = 0  # of the values; the lengths have their own seed in the fixture
+
+
+class MaskedParams(SubjectParams):
+    """Subjects with a causal mask and a window, both aligned at the bottom right; -1 = unlimited."""
+
+    causal: bool = False
+    window: Window = (-1, -1)
+
+
+class JaggedAttentionParams(MaskedParams):
+    """`gem.jagged_attention`; scale None = head_dim ** -0.5."""
+
+    bias: Bias = "none"
+    scale: float | None = None
+
+
+class GdpaParams(MaskedParams):
+    """`gem.gdpa`; a fixture whose pattern is "pma" is run with broadcast_q=True."""
+
+    activation: Activation = "gelu"
+    qk_scale: float = 1.0
+    out_scale: float = 1.0
+
+
+class BlockAttentionParams(SubjectParams):
+    """`gem.block_attention`: softmax inside blocks of `block` tokens, with rotary positions when `rope`."""
+
+    block: Annotated[int, Field(ge=1)] = 64
+    rope: bool = True
+    scale: float | None = None
+
+    @model_validator(mode="after")
+    def _rope_needs_pairs(self) -> "BlockAttentionParams":
+        if self.rope and self.head_dim % 2:
+            raise ValueError(
+                f"head_dim = {self.head_dim} with rope = true; accepted: an even head_dim, or rope = false"
+            )
+        return self
+
+
+SUBJECTS: dict[str, type[SubjectParams]] = {
+    "jagged_attention": JaggedAttentionParams,
+    "gdpa": GdpaParams,
+    "block_attention": BlockAttentionParams,
+}

@@ -1,0 +1,151 @@
+"""The results document: what a run measured, where, and what became of each case. Written whole or not at all."""
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gem.errors import RequestError
+
+SCHEMA_VERSION = 1
+
+Status = Literal["pass", "fail", "error", "oom", "skipped"]
+# From harmless to worst: the status of a case is the worst of its rows.
+SEVERITY: tuple[Status, ...] = ("skipped", "pass", "fail", "oom", "error")
+
+
+class Row(BaseModel):
+    """One measured number (or the reason why there is none).
+
+    `impl` is an implementation of the subject or a peer; `direction` is forward, backward, or '' for what concerns the
+    whole case. `samples` are the raw timings in ms of a `ms` row, else empty. `value` is finite or None: a NaN that
+    reaches a row turns it into an error, since NaN compares false with every bound and would pass half the checks.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    suite: str
+    case: str
+    impl: str
+    direction: str
+    metric: str
+    value: float | None = None
+    unit: str = ""
+    better: Literal["higher", "lower"] = "lower"
+    samples: list[float] = Field(default_factory=list)
+    status: Status
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _finite(self) -> "Row":
+        if self.value is not None and not math.isfinite(self.value):
+            note = f"{self.metric} is {self.value}"
+            self.reason = f"{note}; {self.reason}" if self.reason else note
+            self.value = None
+            self.status = "error"
+        bad = [s for s in self.samples if not math.isfinite(s)]
+        if bad:
+            note = f"{len(bad)} of {len(self.samples)} samples are not finite"
+            self.reason = f"{self.reason}; {note}" if self.reason else note
+            self.samples = [s for s in self.samples if math.isfinite(s)]
+            self.status = "error"
+        return self
+
+    @property
+    def case_id(self) -> str:
+        """``suites/throughput/gdpa.toml::name``."""
+        return f"{self.suite}::{self.case}"
+
+
+class Document(BaseModel):
+    """One run: where it ran, what was asked, the lengths it ran on, every row, and the ceilings measured in the run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    environment: dict[str, Any] = Field(default_factory=dict)
+    request: dict[str, Any] = Field(default_factory=dict)  # argv, lengths file, batch, device, …
+    fixtures: dict[str, Any] = Field(default_factory=dict)  # fixture name → Lengths.stats()
+    rows: list[Row] = Field(default_factory=list)
+    ceilings: dict[str, Any] = Field(default_factory=dict)  # dtype → TFLOP/s, and the copy bandwidth
+
+
+def worst(statuses: "list[Status]") -> Status:
+    """The status of a group of rows: the worst of them; "skipped" only when all are skipped or there are none."""
+    return max(statuses, key=SEVERITY.index, default="skipped")
+
+
+def case_status(rows: list[Row]) -> dict[str, Status]:
+    """Case id → status of the case, in the order of the rows."""
+    grouped: dict[str, list[Status]] = {}
+    for row in rows:
+        grouped.setdefault(row.case_id, []).append(row.status)
+    return {case: worst(statuses) for case, statuses in grouped.items()}
+
+
+def _without_nan(value: Any) -> Any:
+    """Free-form parts (environment, ceilings) as plain JSON values; NaN and infinities become null, bare NaN is not JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    # A numpy scalar, a path: the nearest plain thing.
+    return _without_nan(value.item()) if hasattr(value, "item") else str(value)
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write `text` to `path` whole or not at all: to a temporary beside it, then renamed. Returns the path.
+
+    Raises RequestError when the directory cannot be made or written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is for everyone
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_document(document: Document, path: str | Path) -> Path:
+    """Write the document as JSON, atomically. Returns the path; raises RequestError when it cannot be written."""
+    for part in ("environment", "request", "fixtures", "ceilings"):
+        setattr(document, part, _without_nan(getattr(document, part)))
+    return write_text(path, document.model_dump_json(indent=1) + "\n")
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a document that `write_document` wrote.
+
+    Raises RequestError in one line: a missing file, no JSON, or the first field that is not as the schema says.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        detail = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RequestError(f"{path}: cannot be read: {detail}; accepted: a JSON document written by gem run") from error
+    try:
+        return Document.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise RequestError(
+            f"{path}: {where}: {first['msg']}; accepted: a JSON document of schema_version {SCHEMA_VERSION}"
+        ) from error
