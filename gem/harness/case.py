@@ -1,4 +1,4 @@
-"""A declared case, and the check of its declaration: what to run, on which lengths, against which peers, expecting what.
+"""A declared case and the check of its declaration: what to run, on which lengths, against whom, expecting what.
 
 Every mistake is one RequestError that names file, case, field, value and what is accepted. Imports no torch: a thousand
 cases are declared, checked and listed before any of them runs. Suites on disk are found in suites.py.
@@ -162,7 +162,8 @@ CASE_FIELDS = (*(name for name in Case.model_fields if name not in ("suite", "fi
 def build_cases(document: dict[str, Any], *, file: Path, label: Path, fixtures: "frozenset[str]") -> list[Case]:
     """The cases that a parsed suite file declares, its defaults merged and its matrices expanded.
 
-    `file` names the suite in errors, `label` in ids; `fixtures` are the length profiles that exist. Raises RequestError.
+    `file` names the suite in errors, `label` in ids; `fixtures` are the length profiles that exist.
+    Raises RequestError.
     """
     head = _suite_head(document, file)
     declared = document.get("case")

@@ -1,4 +1,4 @@
-"""`needs = "cuda:sm90, package:flash_attn_interface"`: what a case or a peer needs of the machine, and whether it is there.
+"""`needs = "cuda:sm90, package:flash_attn_interface"`: what a case or a peer needs of the machine.
 
 Grammar: terms joined by commas, all of which must hold.
 ``cpu`` the run's device is the CPU · ``cuda`` it is an NVIDIA GPU · ``cuda:smNN`` of compute capability NN or newer ·

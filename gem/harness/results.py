@@ -75,7 +75,7 @@ class Document(BaseModel):
 
 def worst(statuses: "list[Status]") -> Status:
     """The status of a group of rows: the worst of them; "skipped" only when all are skipped or there are none."""
-    return max(statuses, key=SEVERITY.index, default="skipped")
+    return max(statuses, key=SEVERITY.index) if statuses else "skipped"
 
 
 def case_status(rows: list[Row]) -> dict[str, Status]:
@@ -87,7 +87,7 @@ def case_status(rows: list[Row]) -> dict[str, Status]:
 
 
 def _without_nan(value: Any) -> Any:
-    """Free-form parts (environment, ceilings) as plain JSON values; NaN and infinities become null, bare NaN is not JSON."""
+    """Free-form parts (environment, ceilings) as plain JSON values; NaN becomes null, since bare NaN is not JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

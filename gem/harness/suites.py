@@ -1,4 +1,4 @@
-"""Find suite files, read them and choose cases: what stands behind the PATHS and -k of every command. Imports no torch."""
+"""Find suite files, read them, choose cases: what stands behind the PATHS and -k of every command. No torch."""
 
 import re
 import tomllib
@@ -48,7 +48,7 @@ def load_suites(paths: Sequence[str | Path], expr: str | None = None) -> list[Ca
 
 def fixture_names() -> frozenset[str]:
     """The names of the shipped length profiles."""
-    from gem.data.profiles import list_profiles  # numpy: not for `gem --help`
+    from gem.data.lengths import list_profiles  # numpy: not for `gem --help`
 
     return frozenset(list_profiles())
 
