@@ -38,7 +38,7 @@ class Facts:
     """What this machine offers a run, found without importing torch.
 
     `device` is the device of the run; `capabilities` the compute capability of each visible GPU as 10·major + minor
-    (90 = sm90); `no_cuda` says why there is no GPU to run on.
+    (90 = sm90); `no_cuda` and `no_compiler` say why there is none.
     """
 
     device: str = "cpu"
@@ -46,6 +46,7 @@ class Facts:
     no_cuda: str = "no NVIDIA GPU here"
     triton: bool = False
     compiler: str | None = None
+    no_compiler: str = "no C++ compiler"
     importable: Callable[[str], bool] = field(default=importable, compare=False)
 
 
@@ -73,7 +74,7 @@ def _lacking(term: str, facts: Facts) -> str | None:
     if term == "triton":
         return None if facts.triton else "triton is not installed"
     if term == "compiler":
-        return None if facts.compiler else "no C++ compiler (CXX, c++, g++ or clang++)"
+        return None if facts.compiler else facts.no_compiler
     if term.startswith("package:"):
         package = term.removeprefix("package:")
         return None if facts.importable(package) else f"the Python package {package} is not installed"
