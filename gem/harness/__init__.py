@@ -1,1 +1,1 @@
-"""The harness: declared cases, isolated workers, interleaved timing, results documents and reports."""
+"""The harness: declared cases run in isolated workers, checked against float64 oracles, then timed beside their peers."""

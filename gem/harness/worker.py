@@ -1,0 +1,330 @@
+"""One object in one process of its own: a crash, a hang or an out-of-memory there is an answer here, not the end of the run.
+
+A ``Worker`` forks from a small server process that has imported torch already (multiprocessing's "forkserver"), so it starts in
+some 50 ms instead of the second that ``import torch`` takes. It builds one object there and calls its methods, one at a time.
+Whatever goes wrong comes back as a ``WorkerFailure`` with the status that the result row gets (``error``, ``oom``, ``skipped``)
+and a one-line reason. The server itself never touches CUDA: a CUDA context does not survive a fork.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from multiprocessing import connection, forkserver, get_context
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Unsupported", "Worker", "WorkerFailure", "start_server", "stop_all"]
+
+PRELOAD = ["torch", "gem.harness.worker"]
+REASON_LENGTH = 300  # characters of an exception's message that a table row or a log line can still carry
+_OOM_TEXT = ("can't allocate memory", "out of memory", "cannot allocate memory", "cuda_error_out_of_memory")
+# An idle OpenMP thread spins before it sleeps, by default some 10 ms (measured, libgomp): that is time stolen from the next
+# contestant's turn where cores are few. 30,000 spins are under 2 ms. Sleeping at once (OMP_WAIT_POLICY=PASSIVE) would instead
+# add 40 us to every parallel operation (5 -> 45 us measured), which no user of the operation would see.
+_SERVER_ENV = {"GOMP_SPINCOUNT": "30000", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+_CONTEXT = get_context("forkserver")
+_LIVE: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class WorkerFailure(Exception):
+    """What ended a call in a worker: ``status`` is error, oom or skipped; ``reason`` one line; ``details`` the traceback."""
+
+    def __init__(self, status: str, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.details = status, reason, details
+
+
+class Unsupported(Exception):
+    """Raised inside a worker by a contestant that cannot run this case here: the row is *skipped* with this reason."""
+
+
+def start_server(preload: list[str] | None = None) -> None:
+    """Start the server that workers fork from, unless it runs. Returns at once; the imports go on in the background.
+
+    ``preload`` adds modules to import there; they must not initialise CUDA. Only the first call's list counts.
+    """
+    _CONTEXT.set_forkserver_preload(PRELOAD + [name for name in preload or [] if name not in PRELOAD])
+    # The server finds modules as this process does (a checkout on sys.path that is not installed included).
+    env = {**_SERVER_ENV, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    with _environment(env), _without_main():
+        forkserver.ensure_running()
+
+
+def stop_all() -> None:
+    """End every live worker now. Runs by itself at exit; safe to call twice."""
+    for worker in list(_LIVE):
+        worker.kill()
+
+
+atexit.register(stop_all)
+
+
+class Worker:
+    """``target`` = "module:callable" builds the object, with ``args``, in the new process; ``call`` runs one of its methods.
+
+    ``memory_bytes`` bounds the data it may allocate on the host (not for CUDA, whose address space is no measure of use).
+    Starting is asynchronous: a failure to build the object is raised by the first ``call``. Use as a context manager, or ``close``.
+    """
+
+    def __init__(self, name: str, target: str, *args: Any, memory_bytes: int | None = None) -> None:
+        self.name = name
+        self._failure: WorkerFailure | None = None
+        self._built = False
+        fd, log = tempfile.mkstemp(prefix="gem-worker-", suffix=".log")
+        os.close(fd)
+        self._log = Path(log)
+        start_server()
+        self._conn, child = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
+            target=_serve, args=(child, log, target, args, memory_bytes), name=f"gem {name}"
+        )
+        try:
+            with _without_main():
+                self._process.start()
+        except (EOFError, ConnectionError, OSError) as error:
+            self._log.unlink(missing_ok=True)
+            raise RuntimeError(f"worker server did not start ({error}): does `import torch` work here?") from error
+        child.close()
+        _LIVE.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also its process group's."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once it died, hung or was closed: later calls repeat that failure."""
+        return self._failure is None
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """``object.method(*args)`` in the worker, or ``WorkerFailure``. An exception there leaves the worker usable."""
+        deadline = time.monotonic() + timeout_s
+        if not self._built:
+            self._receive(deadline, timeout_s)
+            self._built = True
+        if self._failure:
+            raise self._failure
+        try:
+            self._conn.send((method, args))
+        except (BrokenPipeError, ConnectionResetError):
+            self._died()
+        return self._receive(deadline, timeout_s)
+
+    def _receive(self, deadline: float, timeout_s: float) -> Any:
+        if self._failure:
+            raise self._failure
+        ready = connection.wait([self._conn, self._process.sentinel], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            self._fail("error", f"hung: no answer within {timeout_s:g} s")
+        try:
+            # Also when only the sentinel is ready: an answer may have been sent just before the end.
+            if not self._conn.poll(0):
+                self._died()
+            kind, *payload = self._conn.recv()
+        except (EOFError, ConnectionResetError):
+            self._died()
+        if kind == "ok":
+            return payload[0]
+        failure = WorkerFailure(*payload)
+        if not self._built:  # no object, no further calls
+            self._failure = failure
+            self.kill()
+        raise failure
+
+    def _died(self) -> NoReturn:
+        self._process.join(5)
+        code = self._process.exitcode
+        if code is None:
+            self._fail("error", "closed its pipe and went on running")
+        if code == -signal.SIGKILL:
+            self._fail("oom", "killed by SIGKILL, most likely out of memory")
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            self._fail("error", f"killed by {name}{_crash_site(self._read_log())}")
+        self._fail("error", f"ended by itself with exit code {code}")
+
+    def _fail(self, status: str, reason: str) -> NoReturn:
+        log = self._read_log()
+        last = [line.strip() for line in log.splitlines() if line.strip()][-2:]
+        if last and "Fatal Python error" not in log:
+            reason += f"; its last output: {_one_line(' | '.join(last))}"
+        self._failure = WorkerFailure(status, reason, log)
+        self.kill()
+        raise self._failure
+
+    def _read_log(self, limit: int = 16384) -> str:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, self._log.stat().st_size - limit))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def output(self) -> str:
+        """The end of what it wrote to stdout and stderr."""
+        return self._read_log()
+
+    def close(self) -> None:
+        """Ask it to end, then make sure."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                self._conn.send(None)
+            self._process.join(1.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and everything it started, at once."""
+        if self._failure is None:
+            self._failure = WorkerFailure("error", "the worker was closed")
+        if self._process.is_alive():
+            # Its group first (a compiler that it started), then itself: it may not have made its group yet.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join(5)
+        self._conn.close()
+        self._log.unlink(missing_ok=True)
+        _LIVE.discard(self)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---- in the worker
+
+
+def _serve(
+    conn: connection.Connection, log: str, target: str, args: tuple[Any, ...], memory: int | None
+) -> None:
+    _isolate(log, memory)
+    try:
+        module, _, name = target.partition(":")
+        subject = getattr(importlib.import_module(module), name)(*args)
+    except BaseException as error:
+        conn.send(("failed", *_describe(error)))
+        _leave()
+    conn.send(("ok", None))
+    while True:
+        try:
+            message = conn.recv()
+        except EOFError:  # the parent is gone
+            _leave()
+        if message is None:
+            _leave()
+        method, arguments = message
+        try:
+            answer = ("ok", getattr(subject, method)(*arguments))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a contestant too are only its own end
+            answer = ("failed", *_describe(error))
+        try:
+            conn.send(answer)
+        except BrokenPipeError:
+            _leave()
+        except Exception as error:
+            conn.send(("failed", "error", f"its answer cannot be sent: {_one_line(str(error))}", traceback.format_exc()))
+
+
+def _isolate(log: str, memory: int | None) -> None:
+    """Own process group, own output, first in line for the out-of-memory killer, gone when the server is gone."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        # The server ends when the last write end of its "alive" pipe closes, and a worker is handed one: without this
+        # close, a worker that hangs would keep the server, and so itself, alive after the harness was killed.
+        alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+        if alive_fd is not None:
+            os.close(alive_fd)
+            forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr)
+    if memory is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
+
+
+def _leave() -> NoReturn:
+    sys.stdout.flush()
+    os._exit(0)  # without the teardown of torch, which takes longer than the start
+
+
+def _describe(error: BaseException) -> tuple[str, str, str]:
+    text = str(error)
+    details = traceback.format_exc()
+    if isinstance(error, Unsupported):
+        return "skipped", _one_line(text), details
+    torch = sys.modules.get("torch")
+    is_oom = isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    if is_oom or any(sign in text.lower() for sign in _OOM_TEXT):
+        return "oom", f"out of memory: {_one_line(text) or type(error).__name__}", details
+    return "error", f"{type(error).__name__}: {_one_line(text)}", details
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
+
+
+def _crash_site(log: str) -> str:
+    """The innermost Python line of faulthandler's report, if there is one."""
+    _, _, stack = log.partition("(most recent call first):")
+    site = next((line.strip() for line in stack.splitlines() if line.strip().startswith("File ")), "")
+    return f" at {site}" if site else ""
+
+
+# ---- starting the server
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]):
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _without_main():
+    """Hide ``__main__`` from multiprocessing, which would import it again in every worker: slow, and wrong for a script
+    that has no ``if __name__ == "__main__"`` around its call."""
+    main = sys.modules["__main__"]
+    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    for name in saved:
+        delattr(main, name)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        for name, value in saved.items():
+            setattr(main, name, value)
