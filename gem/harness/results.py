@@ -3,17 +3,19 @@
 import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gem.errors import RequestError
+from gem.harness.names import PEERS
 
 SCHEMA_VERSION = 1
 
 Status = Literal["pass", "fail", "error", "oom", "skipped"]
-# From harmless to worst: the status of a case is the worst of its rows.
+# From harmless to worst.
 SEVERITY: tuple[Status, ...] = ("skipped", "pass", "fail", "oom", "error")
 
 
@@ -73,17 +75,27 @@ class Document(BaseModel):
     ceilings: dict[str, Any] = Field(default_factory=dict)  # dtype → TFLOP/s, and the copy bandwidth
 
 
-def worst(statuses: "list[Status]") -> Status:
+def worst(statuses: Sequence[Status]) -> Status:
     """The status of a group of rows: the worst of them; "skipped" only when all are skipped or there are none."""
     return max(statuses, key=SEVERITY.index) if statuses else "skipped"
 
 
+def own_status(rows: list[Row]) -> Status:
+    """The status of one case from its rows: the worst of the subject's rows.
+
+    What a peer does wrong (out of memory, a crash, wrong numbers) is a finding about the peer, shown in its own row; it
+    fails the case only through an `expect` on the ratio to that peer, which then has no value.
+    """
+    own: list[Status] = [row.status for row in rows if row.impl not in PEERS]
+    return worst(own) if own else "error"  # nothing said of the subject is no pass, and no skip either
+
+
 def case_status(rows: list[Row]) -> dict[str, Status]:
-    """Case id → status of the case, in the order of the rows."""
-    grouped: dict[str, list[Status]] = {}
+    """Case id → status of the case (see `own_status`), in the order of the rows."""
+    grouped: dict[str, list[Row]] = {}
     for row in rows:
-        grouped.setdefault(row.case_id, []).append(row.status)
-    return {case: worst(statuses) for case, statuses in grouped.items()}
+        grouped.setdefault(row.case_id, []).append(row)
+    return {case: own_status(of_case) for case, of_case in grouped.items()}
 
 
 def _without_nan(value: Any) -> Any:

@@ -71,6 +71,12 @@ def suite_label(file: Path) -> Path:
     return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else file
 
 
+def is_suite_place(file: Path) -> bool:
+    """Whether a file lies where the project keeps its suites: there each TOML is one, a misspelt [suite] an error."""
+    whole, home = file.resolve(), places.suites_dir().resolve()
+    return whole.is_relative_to(home) and whole.relative_to(home).parts[0] not in ("unit", "asv")
+
+
 def _suite_files(path: Path) -> list[Path]:
     found = path
     if not path.exists() and not path.is_absolute():
@@ -78,7 +84,7 @@ def _suite_files(path: Path) -> list[Path]:
         inside = path.relative_to("suites") if path.parts[:1] == ("suites",) else path
         found = next((one for one in (home / inside, home / f"{inside}.toml") if one.exists()), path)
     if found.is_dir():
-        files = sorted(file for file in found.rglob("*.toml") if not _hidden(file.relative_to(found)))
+        files = sorted(file for file in found.rglob("*.toml") if _is_shown(file, found))
         if not files:
             raise RequestError(f"{path}: a directory without suites; accepted: *.toml files with a [suite] table in it")
         return files
@@ -89,8 +95,10 @@ def _suite_files(path: Path) -> list[Path]:
     return [found]
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in relative.parts)
+def _is_shown(file: Path, below: Path) -> bool:
+    hidden = any(part.startswith((".", "__")) for part in file.relative_to(below).parts)
+    home = places.suites_dir().resolve()
+    return not hidden and (is_suite_place(file) or not file.resolve().is_relative_to(home))
 
 
 def _read(file: Path) -> dict[str, Any]:

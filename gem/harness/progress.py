@@ -1,0 +1,86 @@
+"""What a person sees while a run goes on: a live bar on a terminal, one plain line a case elsewhere. Always on stderr,
+so that the table on stdout can be piped."""
+
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from gem.harness.events import Event
+from gem.harness.results import Row, Status, own_status
+
+STYLES: dict[Status, str] = {
+    "pass": "green",
+    "fail": "bold red",
+    "error": "bold red",
+    "oom": "red",
+    "skipped": "yellow",
+}
+
+
+class LiveProgress:
+    """Draws runner events; call it with each. `finished` keeps the rows of the cases that are done."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self.total = total
+        self.console = console
+        self.finished: dict[str, list[Row]] = {}
+        self._counts: Counter[str] = Counter()
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", markup=False),
+                console=console,
+                transient=True,
+            )
+            self._task = bar.add_task("cases", total=total, detail="")
+            self._bar = bar
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event of the runner."""
+        if event.kind == "case_started":
+            self._started = time.monotonic()
+            self._show(event.case)
+        elif event.kind == "step":
+            self._show(f"{event.case.rpartition('::')[2]}: {event.detail}")
+        elif event.kind == "case_finished":
+            self._finish(event)
+
+    def _show(self, detail: str) -> None:
+        if self._bar:
+            self._bar.update(self._task, detail=detail)
+
+    def _finish(self, event: Event) -> None:
+        rows = list(event.rows)
+        self.finished[event.case] = rows
+        status = own_status(rows)
+        self._counts[status] += 1
+        if self._bar:
+            self._bar.advance(self._task)
+            if status in ("pass", "skipped"):
+                return
+        reason = next((row.reason for row in rows if row.status == status and row.reason), "")
+        place = f"[{len(self.finished)}/{self.total}]"
+        taken = f" {time.monotonic() - self._started:.1f} s"
+        line = Text.assemble(f"{place} {event.case} ", (status, STYLES[status]), taken, f"  {reason}" if reason else "")
+        self.console.print(line, soft_wrap=True)

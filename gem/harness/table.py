@@ -1,0 +1,236 @@
+"""Tables for people: the declared cases, and the results of a run."""
+
+import functools
+import math
+import os
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gem.harness.case import Case
+from gem.harness.names import PEERS, RATIO_PREFIX
+from gem.harness.needs import Facts, check_needs
+from gem.harness.progress import STYLES
+from gem.harness.results import Document, Row, Status, case_status, worst
+from gem.harness.timing import summarize
+
+PLAIN_WIDTH = 200  # columns of a table that goes to a file or a pipe, where no window says how wide
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or PLAIN_WIDTH elsewhere unless COLUMNS says otherwise.
+
+    No markup: reasons and parameters hold square brackets, which rich would take for styles.
+    """
+    console = Console(stderr=stderr, markup=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=stderr, markup=False, highlight=False, width=PLAIN_WIDTH)
+    return console
+
+
+def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for name in columns:
+        # Names and numbers are read by their ends: fold them over lines, never cut them.
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+# ---- gem list
+
+
+def list_tables(cases: list[Case], facts: Facts) -> list[Table]:
+    """One table a suite: its cases, what they run on, and whether this machine has what they need."""
+    suites: dict[str, list[Case]] = {}
+    for case in cases:
+        suites.setdefault(case.suite.as_posix(), []).append(case)
+    return [_list_table(suite, of_suite, facts) for suite, of_suite in suites.items()]
+
+
+def _list_table(suite: str, cases: list[Case], facts: Facts) -> Table:
+    title = f"{suite} · {cases[0].kind} of {cases[0].subject} · {len(cases)} case{'s' * (len(cases) > 1)}"
+    table = _table(title, "case", "fixture", "params", "directions", "peers", "needs", "here")
+    for case in cases:
+        reason = check_needs(case.needs, facts)
+        table.add_row(
+            case.name,
+            fixture_text(case.fixture),
+            params_text(case),
+            ", ".join(case.directions),
+            ", ".join(case.peers),
+            case.needs or "",
+            Text("yes", style="green") if reason is None else Text(f"no: {reason}", style="yellow"),
+        )
+    return table
+
+
+@functools.cache
+def fixture_text(fixture: str) -> str:
+    """``self_long · B 32``. The tokens are drawn with torch, which a listing does not load."""
+    from gem.data.lengths import load_profile
+
+    return f"{fixture} · B {load_profile(fixture).size}"
+
+
+def params_text(case: Case) -> str:
+    """The shape and dtype, and of the rest what differs from the default."""
+    params = case.params
+    shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
+    for name, info in type(params).model_fields.items():
+        value = getattr(params, name)
+        if name in ("heads", "head_dim", "dtype") or value == info.default:
+            continue
+        if isinstance(value, bool):
+            shown.append(name if value else f"no {name}")
+        else:
+            shown.append(f"{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return " ".join(shown)
+
+
+# ---- gem run
+
+
+@dataclass
+class Line:
+    """One contestant in one direction of one case: the row of the results table."""
+
+    case_id: str
+    impl: str
+    direction: str
+    values: dict[str, float | None] = field(default_factory=dict)  # metric → value
+    samples: list[float] = field(default_factory=list)  # ms
+    statuses: list[Status] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> Status:
+        """The worst of the rows behind the line."""
+        return worst(self.statuses)
+
+    def add(self, row: Row) -> None:
+        """Take up one row of the document."""
+        self.values[row.metric] = row.value
+        self.statuses.append(row.status)
+        if row.metric == "ms":
+            self.samples = row.samples
+        if row.reason and row.reason not in self.reasons:
+            self.reasons.append(row.reason)
+
+    @property
+    def ms(self) -> str:
+        """``12.3 ± 0.2``: the median and how far its 95 % interval reaches; the median alone without samples."""
+        value = self.values.get("ms")
+        if value is None:
+            return ""
+        if len(self.samples) < 2:
+            return number(value)
+        found = summarize(self.samples)
+        reach = max(found.high - found.median, found.median - found.low)
+        return f"{number(value)} ± {number(reach, digits=2)}"
+
+
+def lines_of(rows: list[Row]) -> list[Line]:
+    """The lines of the results table, in the order of the rows. Every row is in one: nothing is left out."""
+    lines: dict[tuple[str, str, str], Line] = {}
+    for row in rows:
+        key = (row.case_id, row.impl, row.direction)
+        lines.setdefault(key, Line(*key)).add(row)
+    return list(lines.values())
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`value` to `digits` significant digits: 0.0123, 1.50, 12,300; with an exponent below 0.001 and from a million."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits}g}")
+    if not 1e-3 <= abs(rounded) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def results_table(document: Document) -> Table:
+    """Case × contestant × direction, with the failing, skipped, out-of-memory and erroneous ones among them."""
+    lines = lines_of(document.rows)
+    ratios = list(dict.fromkeys(m for line in lines for m in line.values if m.startswith(RATIO_PREFIX)))
+    known = {"ms", "tflops", "gbps", "roofline", "max_error", ""}
+    others = list(dict.fromkeys(m for line in lines for m in line.values if m not in known and m not in ratios))
+    ratio_heads = [f"× {ratio.removeprefix(RATIO_PREFIX)}" for ratio in ratios]
+    numeric = ("ms", "TFLOP/s", "roofline", *ratio_heads, "max error", *others)
+    table = _table("", "case", "contestant", "direction", *numeric, "status", "reason", right=numeric)
+    previous = ""
+    for line in lines:
+        if previous and previous != line.case_id:
+            table.add_section()
+        share = line.values.get("roofline")
+        table.add_row(
+            line.case_id if line.case_id != previous else "",
+            Text(line.impl, style="dim" if line.impl in PEERS else ""),
+            line.direction,
+            line.ms,
+            number(line.values.get("tflops")),
+            "" if share is None else f"{share:.1%}",
+            *(number(line.values.get(ratio)) for ratio in ratios),
+            number(line.values.get("max_error"), digits=2),
+            *(number(line.values.get(metric)) for metric in others),
+            Text(line.status, style=STYLES[line.status]),
+            "; ".join(line.reasons),
+        )
+        previous = line.case_id
+    return table
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How many cases passed, failed, errored (out of memory counts here) and were skipped; what became of the peers."""
+
+    passed: int
+    failed: int
+    errored: int
+    skipped: int
+    peers_in_trouble: int
+
+    @property
+    def exit_code(self) -> int:
+        """0 when no case failed or errored, else 1."""
+        return 1 if self.failed or self.errored else 0
+
+    def __str__(self) -> str:
+        text = f"{self.passed} passed, {self.failed} failed, {self.errored} errored, {self.skipped} skipped"
+        return (
+            f"{text}; {self.peers_in_trouble} of the peers' rows failed or errored" if self.peers_in_trouble else text
+        )
+
+
+def summarise(document: Document, selected: list[str] | None = None) -> Summary:
+    """Count the cases by status. A case of `selected` (ids) without any row has errored: silence is no pass."""
+    statuses = case_status(document.rows)
+    for case in selected or []:
+        statuses.setdefault(case, "error")
+    found = list(statuses.values())
+    peers = [line for line in lines_of(document.rows) if line.impl in PEERS]
+    return Summary(
+        passed=found.count("pass"),
+        failed=found.count("fail"),
+        errored=found.count("error") + found.count("oom"),
+        skipped=found.count("skipped"),
+        peers_in_trouble=sum(line.status in ("fail", "error", "oom") for line in peers),
+    )
+
+
+def machine_text(document: Document) -> str:
+    """``AMD EPYC, 2 threads · torch 2.13.0+cpu · 3f2a1c9 (changed)``: the machine in one line, for above a table."""
+    env = document.environment
+    where = env.get("gpu") if env.get("device") == "cuda" else f"{env.get('cpu')}, {env.get('threads')} threads"
+    parts = [str(where), f"torch {env.get('torch')}"]
+    if env.get("git_commit"):
+        parts.append(f"{str(env['git_commit'])[:10]}{' (changed)' if env.get('git_dirty') else ''}")
+    tflops, gbps = document.ceilings.get("tflops"), document.ceilings.get("gbps")
+    if isinstance(tflops, dict) and gbps:
+        ceilings = ", ".join(f"{dtype} {number(value)} TFLOP/s" for dtype, value in tflops.items())
+        parts.append(f"ceilings measured in this run: {ceilings}, copy {number(gbps)} GB/s")
+    return " · ".join(parts)
