@@ -1,0 +1,298 @@
+"""Plots of the report as SVG text: length histogram, bars against peers, roofline.
+
+They draw with the CSS classes and colours of the page (templates/report.css), so that light and dark are one drawing.
+Every plot has a title and a description for screen readers; every text is escaped here. Units are said on the axes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from markupsafe import Markup
+
+Role = Literal["subject", "peer"]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: `value` (None: not measured, then `note` says why), with the interval `low` to `high` as a whisker."""
+
+    label: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    role: Role = "peer"
+    note: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """One contestant in the roofline: intensity in FLOP/byte against achieved TFLOP/s."""
+
+    label: str
+    intensity: float
+    tflops: float
+    role: Role = "peer"
+    direction: str = "forward"
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine reached in this run: TFLOP/s of a large GEMM per dtype, GB/s of a copy (None: not measured)."""
+
+    tflops: dict[str, float]
+    gbps: float | None = None
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a person: `digits` significant ones, thousands grouped, no exponent between 1e-4 and 1e7."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if value == round(value) and abs(value) < 1e7:
+        return f"{round(value):,}"
+    size = abs(value)
+    if size < 1e-4 or size >= 1e7:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text on one line, cut to `limit` characters with an ellipsis."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis: str = "rows per sample") -> Markup:
+    """Samples per length bin: counts[i] samples have edges[i] <= length < edges[i + 1].
+
+    Bins are drawn equally wide whatever they span (they double, as lengths are spread over decades); empty bins at both
+    ends are left out. Raises ValueError when there is not one edge more than counts.
+    """
+    if len(edges) != len(counts) + 1:
+        raise ValueError(f"histogram {title!r}: {len(edges)} edges for {len(counts)} counts; accepted: one edge more")
+    filled = [i for i, count in enumerate(counts) if count]
+    first, last = (filled[0], filled[-1]) if filled else (0, 0)
+    bins = list(range(first, last + 1)) if counts else []
+    width, height, left, top, bottom = 340, 170, 38, 16, 34
+    plot_w, plot_h = width - left - 8, height - top - bottom
+    peak = max((counts[i] for i in bins), default=0)
+    parts = [_axis_line(left, top + plot_h, left + plot_w, top + plot_h)]
+    for share in (0.5, 1.0) if peak > 1 else (1.0,):
+        y = top + plot_h * (1 - share)
+        parts += [_line(left, y, left + plot_w, y, "grid"), _text(left - 5, y + 4, number(peak * share), "tick end")]
+    step = plot_w / max(len(bins), 1)
+    every = max(1, math.ceil(len(bins) / 8))  # more than eight labels would touch each other
+    for place, i in enumerate(bins):
+        x = left + place * step
+        bar_h = plot_h * counts[i] / peak if peak else 0
+        tip = f"{_edge(edges[i])} to below {_edge(edges[i + 1])}: {counts[i]} samples"
+        parts.append(_rect(x + 1, top + plot_h - bar_h, max(step - 2, 1), bar_h, "bar subject", tip))
+        if place % every == 0:
+            parts.append(_text(x + 1, top + plot_h + 14, _edge(edges[i]), "tick"))
+    parts.append(_text(left + plot_w, height - 4, f"{axis}, bins from", "tick end"))
+    total = sum(counts)
+    spread = f"between {_edge(edges[first])} and {_edge(edges[last + 1])} rows" if filled else "all bins empty"
+    return _svg(width, height, title, f"Histogram of {total} samples, {spread}.", parts)
+
+
+def bars(
+    groups: Sequence[tuple[str, Sequence[Bar]]], *, unit: str, title: str, better: Literal["higher", "lower"] = "higher"
+) -> Markup:
+    """Horizontal bars in named groups (a direction each), one common axis from 0 in `unit`; `better` is only said.
+
+    A bar without a value keeps its place and shows its note: a contestant that did not run is part of the picture.
+    """
+    width, left, right, bar_h, gap = 540, 128, 108, 16, 7
+    limit = max((max(b.value, b.high or 0) for _, group in groups for b in group if b.value is not None), default=0)
+    scale = (width - left - right) / limit if limit > 0 else 0
+    parts: list[str] = []
+    y = 4.0
+    for name, group in groups:
+        parts.append(_text(4, y + 12, name, "group"))
+        y += 20
+        start = y
+        for bar in group:
+            parts.append(_text(left - 8, y + 12, shorten(bar.label, 17), f"label end {bar.role}"))
+            if bar.value is None:
+                parts.append(_text(left + 4, y + 12, shorten(bar.note or "not measured", 58), "note", bar.note))
+            else:
+                parts += _one_bar(bar, left, y, bar_h, scale, unit)
+            y += bar_h + gap
+        parts.append(_axis_line(left, start - 3, left, y - gap + 3))
+        y += 6
+    said = "; ".join(
+        f"{name}: "
+        + ", ".join(f"{b.label} {number(b.value) if b.value is not None else 'not measured'}" for b in group)
+        for name, group in groups
+    )
+    return _svg(width, math.ceil(y), title, f"Bars in {unit}, {better} is better. {said}.", parts)
+
+
+def _one_bar(bar: Bar, left: float, y: float, height: float, scale: float, unit: str) -> list[str]:
+    value = bar.value or 0.0
+    tip = f"{bar.label}: {number(value)} {unit}"
+    end = left + value * scale
+    parts: list[str] = []
+    if bar.low is not None and bar.high is not None:
+        tip += f", median within {number(bar.low)} to {number(bar.high)}"
+    failed = " failed" if bar.failed else ""
+    parts.append(_rect(left, y, max(value * scale, 1), height, f"bar {bar.role}{failed}", tip))
+    if bar.low is not None and bar.high is not None:
+        low, high, middle = left + bar.low * scale, left + bar.high * scale, y + height / 2
+        parts.append(_line(low, middle, high, middle, "whisker"))
+        parts += [_line(x, middle - 4, x, middle + 4, "whisker") for x in (low, high)]
+        end = max(end, high)
+    mark = "✕ " if bar.failed else ""
+    parts.append(_text(end + 6, y + 12, f"{mark}{number(value)} {unit}", f"value{failed}"))
+    return parts
+
+
+def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Markup:
+    """Log-log: intensity (FLOP per byte) against achieved TFLOP/s, under min(GEMM ceiling, copy bandwidth × intensity).
+
+    `points` may be empty; then only the ceilings are drawn.
+    """
+    points = [p for p in points if p.intensity > 0 and p.tflops > 0]
+    width, height, left, top, right, bottom = 820, 420, 62, 14, 160, 44
+    ridges = [1000 * peak / ceilings.gbps for peak in ceilings.tflops.values()] if ceilings.gbps else []
+    xs = [p.intensity for p in points] + ridges
+    ys = [p.tflops for p in points] + list(ceilings.tflops.values())
+    x0, x1 = _decades(xs)
+    y0, y1 = _decades(ys)
+
+    def px(x: float) -> float:
+        return left + (width - left - right) * (math.log10(x) - x0) / (x1 - x0)
+
+    def py(y: float) -> float:
+        return top + (height - top - bottom) * (1 - (math.log10(y) - y0) / (y1 - y0))
+
+    # TFLOP/s of a CPU are thousandths: the unit that keeps the labels short.
+    factor, unit = (1000, "GFLOP/s") if y1 <= 0 else (1, "TFLOP/s")
+    parts = []
+    for e in range(x0, x1 + 1):
+        parts += [
+            _line(px(10.0**e), top, px(10.0**e), height - bottom, "grid"),
+            _text(px(10.0**e), height - bottom + 16, _power(10.0**e), "tick middle"),
+        ]
+    for e in range(y0, y1 + 1):
+        parts += [
+            _line(left, py(10.0**e), width - right, py(10.0**e), "grid"),
+            _text(left - 7, py(10.0**e) + 4, _power(10.0**e * factor), "tick end"),
+        ]
+    parts += _roofs(ceilings, (x0, x1), (y0, y1), px, py, width - right)
+    for p in sorted(points, key=lambda p: p.role == "subject"):  # the subject on top of its peers
+        parts.append(_marker(px(p.intensity), py(p.tflops), p, factor, unit))
+    parts.append(_text((left + width - right) / 2, height - 6, "intensity, useful FLOP per byte", "axis middle"))
+    parts.append(
+        f'<text class="axis middle" transform="translate(14 {(top + height - bottom) / 2}) rotate(-90)">'
+        f"achieved {unit}</text>"
+    )
+    roofs = (
+        ", ".join(f"{name} {number(peak * factor)} {unit}" for name, peak in ceilings.tflops.items()) or "not measured"
+    )
+    copy = f"{number(ceilings.gbps)} GB/s" if ceilings.gbps else "not measured"
+    said = f"{len(points)} contestants. Ceilings measured in this run: GEMM {roofs}; copy {copy}."
+    return _svg(width, height, title, said, parts)
+
+
+def _roofs(
+    ceilings: Ceilings,
+    x_range: tuple[int, int],
+    y_range: tuple[int, int],
+    px: Callable[[float], float],
+    py: Callable[[float], float],
+    edge: float,
+) -> list[str]:
+    """The slope of the copy bandwidth up to the highest ceiling, and a flat roof per dtype from its ridge on."""
+    parts: list[str] = []
+    low_x, high_x, low_y = 10.0 ** x_range[0], 10.0 ** x_range[1], 10.0 ** y_range[0]
+    bandwidth = ceilings.gbps / 1000 if ceilings.gbps else None  # TFLOP/s per FLOP/byte
+    if bandwidth:
+        start = max(low_x, low_y / bandwidth)
+        top = max(ceilings.tflops.values(), default=10.0 ** y_range[1])
+        end = min(high_x, top / bandwidth)
+        if end > start:
+            parts.append(_line(px(start), py(start * bandwidth), px(end), py(end * bandwidth), "roof"))
+            # Under the slope's foot, away from the points that gather at the ridge.
+            label = f"copy {number(ceilings.gbps)} GB/s"
+            parts.append(_text(px(start) + 18, py(start * bandwidth) - 2, label, "roof-label"))
+    previous = -math.inf
+    for name, peak in sorted(ceilings.tflops.items(), key=lambda item: item[1]):
+        start = min(max(low_x, peak / bandwidth), high_x) if bandwidth else low_x
+        parts.append(_line(px(start), py(peak), px(high_x), py(peak), "roof"))
+        y = py(peak) + 4
+        # Roofs a few percent apart: their labels are stacked upwards instead of printed over each other.
+        y = y if previous == -math.inf else min(y, previous - 13)
+        previous = y
+        parts.append(_text(edge + 6, y, shorten(f"{name} {_flops(peak)}", 26), "roof-label"))
+    return parts
+
+
+def _marker(x: float, y: float, p: Point, factor: float, unit: str) -> str:
+    """Circle = forward, triangle = anything else; a cross over a contestant that failed."""
+    tip = f"{p.label}: {number(p.tflops * factor)} {unit} at {number(p.intensity)} FLOP/byte" + ("; failed" * p.failed)
+    kind = f"point {p.role}{' failed' if p.failed else ''}"
+    if p.failed:
+        shape = f'<path class="{kind}" d="M{x - 5:.1f} {y - 5:.1f}l10 10m0 -10l-10 10">'
+        return f"{shape}<title>{escape(tip)}</title></path>"
+    if p.direction == "forward":
+        return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(tip)}</title></circle>'
+    shape = f'<path class="{kind}" d="M{x:.1f} {y - 5.5:.1f}l5.2 9.5h-10.4z">'
+    return f"{shape}<title>{escape(tip)}</title></path>"
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    """The whole decades that hold all values, at least one; a value on a border gets a decade of air above it."""
+    if not values:
+        return 0, 1
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 0.05)
+    return low, max(high, low + 1)
+
+
+def _power(value: float) -> str:
+    return f"{value:g}" if 1e-3 <= value < 1e6 else f"1e{round(math.log10(value))}"
+
+
+def _flops(tflops: float) -> str:
+    return f"{number(tflops)} TFLOP/s" if tflops >= 1 else f"{number(tflops * 1000)} GFLOP/s"
+
+
+def _edge(value: float) -> str:
+    """A bin edge: 4096 as 4k, 96 as 96 – powers of two stay short."""
+    if value >= 1024 and value % 1024 == 0:
+        return f"{value / 1024:g}k"
+    return f"{value:g}"
+
+
+def _text(x: float, y: float, text: str, kind: str, tip: str = "") -> str:
+    hover = f"<title>{escape(tip)}</title>" if tip else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}{hover}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {size}><title>{escape(tip)}</title></rect>'
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
+
+
+def _axis_line(x0: float, y0: float, x1: float, y1: float) -> str:
+    return _line(x0, y0, x1, y1, "axis-line")
+
+
+def _svg(width: int, height: int, title: str, description: str, parts: Sequence[str]) -> Markup:
+    """The finished drawing: scales with its box, named and described for screen readers."""
+    name = escape(title)
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">'
+        f"<title>{name}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
+    )
