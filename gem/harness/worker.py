@@ -1,9 +1,10 @@
-"""One object in one process of its own: a crash, a hang or an out-of-memory there is an answer here, not the end of the run.
+"""One object in one process of its own: a crash, a hang or an out-of-memory there is an answer here, not the end.
 
-A ``Worker`` forks from a small server process that has imported torch already (multiprocessing's "forkserver"), so it starts in
-some 50 ms instead of the second that ``import torch`` takes. It builds one object there and calls its methods, one at a time.
-Whatever goes wrong comes back as a ``WorkerFailure`` with the status that the result row gets (``error``, ``oom``, ``skipped``)
-and a one-line reason. The server itself never touches CUDA: a CUDA context does not survive a fork.
+A ``Worker`` forks from a small server process that has imported torch already (multiprocessing's "forkserver"), so it
+starts in some 10 ms instead of the second that ``import torch`` takes. It builds one object there and calls its
+methods, one at a time. Whatever goes wrong comes back as a ``WorkerFailure`` with the status that the result row gets
+(``error``, ``oom``, ``skipped``) and a one-line reason. The server itself never touches CUDA: a CUDA context does not
+survive a fork.
 """
 
 import atexit
@@ -28,9 +29,9 @@ __all__ = ["Unsupported", "Worker", "WorkerFailure", "start_server", "stop_all"]
 PRELOAD = ["torch", "gem.harness.worker"]
 REASON_LENGTH = 300  # characters of an exception's message that a table row or a log line can still carry
 _OOM_TEXT = ("can't allocate memory", "out of memory", "cannot allocate memory", "cuda_error_out_of_memory")
-# An idle OpenMP thread spins before it sleeps, by default some 10 ms (measured, libgomp): that is time stolen from the next
-# contestant's turn where cores are few. 30,000 spins are under 2 ms. Sleeping at once (OMP_WAIT_POLICY=PASSIVE) would instead
-# add 40 us to every parallel operation (5 -> 45 us measured), which no user of the operation would see.
+# An idle OpenMP thread spins before it sleeps, by default some 10 ms (measured, libgomp): time stolen from the next
+# contestant's turn where cores are few. 30,000 spins are under 3 ms. Sleeping at once (OMP_WAIT_POLICY=PASSIVE) would
+# instead add 40 us to every parallel operation (5 -> 45 us measured), which no user of the operation would see.
 _SERVER_ENV = {"GOMP_SPINCOUNT": "30000", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 _CONTEXT = get_context("forkserver")
@@ -38,7 +39,7 @@ _LIVE: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class WorkerFailure(Exception):
-    """What ended a call in a worker: ``status`` is error, oom or skipped; ``reason`` one line; ``details`` the traceback."""
+    """What ended a call in a worker: ``status`` error, oom or skipped; ``reason`` one line; ``details`` a traceback."""
 
     def __init__(self, status: str, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -71,10 +72,11 @@ atexit.register(stop_all)
 
 
 class Worker:
-    """``target`` = "module:callable" builds the object, with ``args``, in the new process; ``call`` runs one of its methods.
+    """An object in a new process: ``target`` = "module:callable" builds it there, from ``args``; ``call`` a method.
 
-    ``memory_bytes`` bounds the data it may allocate on the host (not for CUDA, whose address space is no measure of use).
-    Starting is asynchronous: a failure to build the object is raised by the first ``call``. Use as a context manager, or ``close``.
+    ``memory_bytes`` bounds the data it may allocate on the host (not for CUDA: its address space is no measure of use).
+    Starting is asynchronous: a failure to build the object is raised by the first ``call``. Use as a context manager,
+    or ``close`` it.
     """
 
     def __init__(self, name: str, target: str, *args: Any, memory_bytes: int | None = None) -> None:
@@ -209,9 +211,7 @@ class Worker:
 # ---- in the worker
 
 
-def _serve(
-    conn: connection.Connection, log: str, target: str, args: tuple[Any, ...], memory: int | None
-) -> None:
+def _serve(conn: connection.Connection, log: str, target: str, args: tuple[Any, ...], memory: int | None) -> None:
     _isolate(log, memory)
     try:
         module, _, name = target.partition(":")
@@ -237,7 +237,8 @@ def _serve(
         except BrokenPipeError:
             _leave()
         except Exception as error:
-            conn.send(("failed", "error", f"its answer cannot be sent: {_one_line(str(error))}", traceback.format_exc()))
+            reason = f"its answer cannot be sent: {_one_line(str(error))}"
+            conn.send(("failed", "error", reason, traceback.format_exc()))
 
 
 def _isolate(log: str, memory: int | None) -> None:

@@ -1,7 +1,7 @@
 """A worker survives everything its contestant does, and leaves no process behind.
 
-Kinds: a public kernel's illegal access took the process and every later case with it; one out-of-memory shape ended a sweep
-or counted as a success; a hung peer.
+Kinds: a public kernel's illegal access took the process and every later case with it; one out-of-memory shape ended a
+sweep or counted as a success; a hung peer.
 """
 
 import os
@@ -216,7 +216,9 @@ def test_start_is_fast_and_does_not_import_main(worker):
 PARENT = """
     import sys, time
     sys.path[:0] = [{here!r}, {root!r}]
-    from gem.harness.worker import Worker, WorkerFailure
+    import gem.harness.worker
+    gem.harness.worker.PRELOAD.remove("torch")  # not needed here, and a second a time
+    from gem.harness.worker import Worker
     workers = [Worker(str(i), "test_worker:Victim") for i in range(2)]
     for w in workers: w.call("add", 1, 1, timeout_s=60)
     print(*[w.pid for w in workers], flush=True)
@@ -238,7 +240,8 @@ PARENT = """
 def test_no_worker_outlives_its_parent(end, send):
     # A script without a __main__ guard: the natural way to call the harness from a notebook or a one-off.
     script = textwrap.dedent(PARENT).format(here=HERE, root=str(Path(HERE).parents[1]), end=end)
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    command = [sys.executable, "-c", script]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(running(pid) for pid in pids)
