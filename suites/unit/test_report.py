@@ -1,4 +1,4 @@
-"""The HTML report: every row is shown, every text escaped, nothing comes from outside, plots lie where the numbers do."""
+"""The HTML report: every row is shown, every text escaped, nothing fetched, and plots agree with their numbers."""
 
 import json
 import math
