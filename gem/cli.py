@@ -85,6 +85,7 @@ def report(
 
 @app.command()
 def run(
+    context: typer.Context,
     paths: Paths = None,
     k: Expression = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results document.")] = None,
@@ -134,7 +135,7 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
             document = _finished(progress.finished, facts.device)
-    document.request["argv"] = sys.argv[1:]
+    document.request["argv"] = context.obj
     if interrupted:
         document.request["interrupted"] = True
         errors.print(f"gem: interrupted: {len(progress.finished)} of {len(cases)} cases finished")
@@ -211,8 +212,9 @@ def _read_lengths(file: Path, column: str | None, console: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script `gem`: runs the command line and exits with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=list(arguments) if arguments is not None else None, prog_name="gem", standalone_mode=False)
+        code = app(args=given, obj=given, prog_name="gem", standalone_mode=False)
     except RequestError as error:
         code = _complain(str(error))
     except _UsageError as error:  # click's: an unknown option, a value of the wrong type

@@ -20,7 +20,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from gem.errors import RequestError
 from gem.harness import names
@@ -199,7 +198,7 @@ def _suite_head(document: dict[str, Any], file: Path) -> _SuiteHead:
     try:
         head = _SuiteHead.model_validate(table)
     except ValidationError as error:
-        raise RequestError(f"{file}: [suite]: {_explain(error.errors()[0], _SuiteHead)}") from None
+        raise RequestError(f"{file}: [suite]: {_explain(error, _SuiteHead)}") from None
     if head.kind not in names.KINDS:
         kinds = ", ".join(names.KINDS)
         if head.kind in names.KINDS_WITHOUT_RUNNER:
@@ -283,12 +282,12 @@ def _build_case(
     try:
         params = model.model_validate(raw)
     except ValidationError as error:
-        raise RequestError(f"{where}: {_explain(error.errors()[0], model, 'params', head.subject)}") from None
+        raise RequestError(f"{where}: {_explain(error, model, 'params', head.subject)}") from None
     fields = {**declared, "params": params, "suite": label, "file": file, "kind": head.kind, "subject": head.subject}
     try:
         case = Case.model_validate(fields)
     except ValidationError as error:
-        raise RequestError(f"{where}: {_explain(error.errors()[0], Case)}") from None
+        raise RequestError(f"{where}: {_explain(error, Case)}") from None
     if case.fixture in fixtures:
         return case
     if case.fixture.endswith(".toml"):
@@ -303,8 +302,13 @@ def _build_case(
     )
 
 
-def _explain(error: ErrorDetails, model: type[BaseModel], prefix: str = "", subject: str = "") -> str:
-    """A pydantic error in our words: field, value, what is accepted."""
+def _explain(errors: ValidationError, model: type[BaseModel], prefix: str = "", subject: str = "") -> str:
+    """The first of pydantic's errors in our words: field, value, what is accepted.
+
+    An unknown field goes before a missing one: a required field misspelt is both, and the misspelling is the mistake.
+    """
+    found = errors.errors(include_url=False)
+    error = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
     path = ".".join(str(part) for part in (prefix, *error["loc"]) if part != "")
     value, kind = error["input"], error["type"]
     context: dict[str, Any] = error.get("ctx") or {}

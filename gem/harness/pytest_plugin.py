@@ -83,13 +83,13 @@ class SuiteItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the case in the session's workers."""
-        from gem.harness import runner
+        from gem.harness.runner import run_case
 
         options, session = _session(self.config)
         reason = check_needs(self.case.needs, environment.facts(options.device))
         if reason is not None:
             pytest.skip(reason)
-        rows = runner.run_case(self.case, options, session)
+        rows = run_case(self.case, options, session)
         self.add_report_section("call", "rows", "\n".join(row_text(row) for row in rows))
         status = own_status(rows)
         if status == "skipped":
@@ -113,10 +113,10 @@ class SuiteItem(pytest.Item):
 def _session(config: pytest.Config) -> tuple[Any, Any]:
     """The run's options and the runner's session, opened by the first item that runs and closed with pytest."""
     if _SESSION not in config.stash:
-        from gem.harness import runner
+        from gem.harness.runner import RunOptions, open_session
 
-        options = runner.RunOptions(device=environment.facts(os.environ.get("GEM_DEVICE", "auto")).device)
-        manager = runner.open_session(options)
+        options = RunOptions(device=environment.facts(os.environ.get("GEM_DEVICE", "auto")).device)
+        manager = open_session(options)
         config.stash[_SESSION] = options, manager.__enter__()
         config.add_cleanup(lambda: manager.__exit__(None, None, None))
     return config.stash[_SESSION]
