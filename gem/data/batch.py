@@ -41,11 +41,12 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 def describe_lengths(lengths: np.ndarray) -> dict[str, Any]:
     """Total, mean, percentiles, max (in rows) and a histogram in powers of two, as plain JSON values.
 
+    A percentile is a length that occurs: the smallest that at least so many per cent of the samples do not exceed.
     `histogram` = {edges, counts}: counts[i] samples have edges[i] <= length < edges[i + 1]; edges 0, 1, 2, 4, 8, ...
     """
     if not lengths.size:
-        return dict(total=0, mean=0.0, p50=0.0, p90=0.0, p99=0.0, max=0, histogram={"edges": [0, 1], "counts": [0]})
-    p50, p90, p99 = (float(x) for x in np.percentile(lengths, [50, 90, 99]))
+        return dict(total=0, mean=0.0, p50=0, p90=0, p99=0, max=0, histogram={"edges": [0, 1], "counts": [0]})
+    p50, p90, p99 = (int(x) for x in np.percentile(lengths, [50, 90, 99], method="inverted_cdf"))
     longest = int(lengths.max())
     edges = [0, *(1 << i for i in range(longest.bit_length() + 1))]
     counts, _ = np.histogram(lengths, bins=np.array(edges, dtype=np.int64))
