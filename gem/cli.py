@@ -93,7 +93,9 @@ def run(
     lengths: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Real history lengths, or an interaction log to count them in.")
     ] = None,
-    column: Annotated[str | None, typer.Option(metavar="NAME", help="Column of --lengths that holds them.")] = None,
+    column: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="User (or length) column of --lengths: name, or number from 1.")
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples a batch instead of the fixture's.")
     ] = None,
@@ -204,9 +206,11 @@ def _check_writable(target: Path | None) -> None:
 
 def _read_lengths(file: Path, column: str | None, console: Any) -> Any:
     from gem.data.logs import read_lengths
+    from gem.harness.progress import ReadProgress
 
-    log = read_lengths(file, column=column)
-    console.print(f"{file}: {len(log.lengths)} histories from {log.rows} rows ({log.format})")
+    with ReadProgress(str(file), console) as progress:
+        log = read_lengths(file, column=int(column) if column and column.isdigit() else column, progress=progress)
+    console.print(log.source)
     return log
 
 

@@ -7,7 +7,15 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from gem.harness.events import Event
@@ -84,3 +92,40 @@ class LiveProgress:
         taken = f" {time.monotonic() - self._started:.1f} s"
         line = Text.assemble(f"{place} {event.case} ", (status, STYLES[status]), taken, f"  {reason}" if reason else "")
         self.console.print(line, soft_wrap=True)
+
+
+class ReadProgress:
+    """Shows how far a large file is read; call it with (bytes done, bytes in all, rows), as gem.data.logs does."""
+
+    EVERY_S = 5.0  # between plain lines: a log file wants signs of life, not a line a block
+
+    def __init__(self, what: str, console: Console) -> None:
+        self.what = what
+        self.console = console
+        self._last = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
+            rows = TextColumn("{task.fields[rows]:,} rows")
+            bar = Progress(*columns, TimeRemainingColumn(), rows, console=console, transient=True)
+            self._task = bar.add_task(f"reading {what}", total=None, rows=0)
+            self._bar = bar
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int, rows: int) -> None:
+        """Take a report of the reader."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total, rows=rows)
+        elif time.monotonic() - self._last >= self.EVERY_S:
+            self._last = time.monotonic()
+            self.console.print(f"reading {self.what}: {done / max(total, 1):.0%}, {rows:,} rows", soft_wrap=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 import gem
 from gem.cli import main
 from gem.harness.events import Event
-from gem.harness.progress import LiveProgress
+from gem.harness.progress import LiveProgress, ReadProgress
 from gem.harness.results import Document, Row, read_document
 from gem.harness.table import Line, lines_of, number, results_table, summarise
 
@@ -396,3 +396,19 @@ def test_progress_on_a_terminal_is_a_bar_and_elsewhere_lines() -> None:
         assert "s::b" in text and "[dq] too far off" in text
         assert ("timing torch 3/9 [x]" in text) is terminal
         assert ("[1/2] s::a pass" in text) is not terminal
+
+
+def test_reading_a_large_file_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        out = io.StringIO()
+        now = [0.0]
+        monkeypatch.setattr("gem.harness.progress.time.monotonic", lambda now=now: now[0])
+        with ReadProgress("log.csv", Console(file=out, force_terminal=terminal, width=120)) as progress:
+            progress(10, 100, 7)
+            assert terminal or not out.getvalue()  # a small file is read before a line is due
+            now[0] = ReadProgress.EVERY_S
+            progress(50, 100, 1234)
+            if progress._bar:
+                progress._bar.refresh()
+        assert "reading log.csv" in out.getvalue() and "1,234 rows" in out.getvalue()
+        assert terminal or "50%" in out.getvalue()
