@@ -1,0 +1,1 @@
+"""asv benchmarks, made from the declared throughput cases."""
