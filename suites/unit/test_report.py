@@ -262,6 +262,11 @@ def test_roofline_points_lie_at_intensity_and_rate() -> None:
     assert x - at(roof, "x1") == pytest.approx(at(roof, "x1") - at(circle, "cx"), abs=0.3)
 
 
+def test_intensity_is_work_over_traffic() -> None:
+    # 0.1 TFLOP/s at 5 GB/s is 20 FLOP a byte.
+    assert "cpu_self_d64 torch forward: 100 GFLOP/s at 20 FLOP/byte" in render(document(timed("torch", 10.0, 0.1, 5.0)))
+
+
 @pytest.mark.parametrize("points", [[], [Point("a", 1.0, 2.0)], [Point("a", math.inf, 1.0), Point("b", 0.0, 1.0)]])
 def test_roofline_without_ceilings_or_points(points: list[Point]) -> None:
     finite = [p for p in points if math.isfinite(p.intensity)]
