@@ -1,1 +1,1 @@
-"""The harness: declared cases run in isolated workers, checked against float64 oracles, then timed beside their peers."""
+"""The harness: declared cases run in isolated workers, checked against float64 oracles, timed beside peers."""

@@ -1,0 +1,150 @@
+"""One contestant inside its worker: built from the case's declaration, checked, then timed turn by turn.
+
+The parent calls the methods of ``Host`` (see ``runner``). A timed call does real work: before each one an input of
+which the result is an odd function (v forward, the output's gradient backward) changes its sign in place, so that a
+result kept from an earlier call is a wrong one; after the timing the last timed result is held against the oracle.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem.data.lengths import Lengths
+from gem.harness import peers
+from gem.harness.check import Verdict, compare, load_answer, masked_d_out, same_bits
+from gem.harness.params import SubjectParams
+from gem.harness.subjects import Subject, build_inputs
+from gem.harness.timing import Timer
+from gem.harness.worker import Unsupported
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who runs, on what: all that a worker needs to build a contestant. ``peer``: a public kernel, else gem's op."""
+
+    name: str
+    peer: bool
+    subject: str
+    params: SubjectParams
+    lengths: Lengths
+    device: str
+
+
+class Host:
+    """Answers the parent's calls about one contestant. Each method is one message; results are small."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._timer: Timer | None = None
+        self._sign = {"forward": 1.0, "backward": 1.0}
+        self._last: Any = None  # result of the last timed call
+        self._timed_graph: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Draw the inputs and let the contestant bring them into its own form, which is not timed."""
+        entry = self._entry
+        torch.manual_seed(entry.params.seed)
+        self.inputs = build_inputs(entry.subject, entry.params, entry.lengths, entry.device)
+        build = peers.load(entry.name) if entry.peer else Subject
+        self.contestant: peers.Contestant = build(self.inputs, entry.name)
+
+    def check(self, path: str, direction: str, repeat: bool) -> Verdict:
+        """Hold it against the oracle's answer in ``path``; with ``repeat``, also against a second run of itself."""
+        self._need(direction)
+        answer = load_answer(path, self._entry.device)
+        d_out = masked_d_out(self.inputs, answer.samples) if direction == "backward" else None
+        first = self._run(direction, d_out)
+        verdict = compare(first, answer, self.inputs)
+        if repeat and self.contestant.repeatable:
+            differ = same_bits(first, self._run(direction, d_out))
+            verdict.problems += [f"{name}: differs between two runs on the same inputs" for name in differ]
+        return verdict
+
+    def warm_up(self, direction: str, cap_s: float) -> float:
+        """Make it ready to be timed in ``direction``; returns ms a call."""
+        self._need(direction)
+        if self._timer is None:
+            self._timer = Timer(self._entry.device)
+        self._last = self._timed_graph = None
+        if direction == "backward":
+            self._sign[direction] = 1.0
+            self._d_out = self.contestant.gradient_in(self.inputs.d_out).clone()
+            self._timed_graph = self.contestant.forward()
+        return self._timer.warm_up(lambda: self._call(direction), lambda: self._before(direction), cap_s)
+
+    def turn(self, direction: str) -> float:
+        """One sample in ms."""
+        assert self._timer is not None, "warm_up comes first"
+        return self._timer.turn(lambda: self._call(direction), lambda: self._before(direction))
+
+    def finish(self, path: str, direction: str) -> Verdict:
+        """Was the last timed call's result right, and is the next one's, on inputs that have changed in between?"""
+        answer = load_answer(path, self._entry.device)
+        verdict = self._check_timed(answer, direction)
+        if verdict.right:
+            self._before(direction)
+            self._call(direction)
+            verdict = self._check_timed(answer, direction)
+        if not verdict.right:
+            verdict.problems = [f"timed calls do not compute their result: {'; '.join(verdict.problems)}"]
+        self._last = self._timed_graph = None
+        if self._sign["forward"] < 0:  # gradients are timed on the inputs that were checked
+            with torch.no_grad():
+                self.contestant.negated.neg_()
+            self._sign["forward"] = 1.0
+        return verdict
+
+    def clock(self) -> dict[str, Any]:
+        """What the GPU said of its clock while this contestant was timed; empty on a CPU."""
+        if self._timer is None or not self._timer.sm_clocks_mhz:
+            return {}
+        clocks = sorted(self._timer.sm_clocks_mhz)
+        return {"sm_clock_mhz": clocks[len(clocks) // 2], "slowdowns": sorted(self._timer.slowdowns)}
+
+    def _need(self, direction: str) -> None:
+        if direction == "backward" and self.contestant.no_backward:
+            raise Unsupported(self.contestant.no_backward)
+
+    def _run(self, direction: str, d_out: Tensor | None) -> dict[str, Tensor]:
+        """Named results in the inputs' rows: {"out"}, or the gradients by leaf."""
+        contestant = self.contestant
+        if direction == "forward":
+            with torch.no_grad():
+                return {"out": contestant.rows("out", contestant.forward())}
+        assert d_out is not None
+        grads = self._gradients(contestant.forward(), contestant.gradient_in(d_out), retain=False)
+        return self._name(grads)
+
+    def _gradients(self, out: Tensor, d_out: Tensor, retain: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, list(self.contestant.leaves.values()), d_out, retain_graph=retain)
+
+    def _name(self, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        names = self.contestant.leaves
+        return {name: self.contestant.rows(name, grad) for name, grad in zip(names, grads, strict=True)}
+
+    def _before(self, direction: str) -> None:
+        self._last = None  # freed here, not inside the timed call
+        with torch.no_grad():
+            (self.contestant.negated if direction == "forward" else self._d_out).neg_()
+        self._sign[direction] *= -1.0
+
+    def _call(self, direction: str) -> None:
+        if direction == "forward":
+            with torch.no_grad():
+                self._last = self.contestant.forward()
+        else:
+            assert self._timed_graph is not None
+            self._last = self._gradients(self._timed_graph, self._d_out, retain=True)
+
+    def _check_timed(self, answer: Any, direction: str) -> Verdict:
+        if self._last is None:
+            return Verdict(problems=["there is no timed result"])
+        with torch.no_grad():
+            if direction == "backward":
+                found = self._name(self._last)
+            else:
+                found = {"out": self.contestant.rows("out", self._last)}
+            found = {name: x * self._sign[direction] for name, x in found.items()}
+        return compare(found, answer, self.inputs, timed=True)
