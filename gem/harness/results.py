@@ -65,7 +65,8 @@ class Row(BaseModel):
 class Document(BaseModel):
     """One run: where it ran, what was asked, the lengths it ran on, every row, and the ceilings measured in the run."""
 
-    model_config = ConfigDict(extra="forbid")
+    # Bare NaN is no JSON, and half of the readers refuse the whole file for one.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
     schema_version: Literal[1] = SCHEMA_VERSION
     environment: dict[str, Any] = Field(default_factory=dict)
@@ -98,18 +99,16 @@ def case_status(rows: list[Row]) -> dict[str, Status]:
     return {case: own_status(of_case) for case, of_case in grouped.items()}
 
 
-def _without_nan(value: Any) -> Any:
-    """Free-form parts (environment, ceilings) as plain JSON values; NaN becomes null, since bare NaN is not JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+def _plain(value: Any) -> Any:
+    """A free-form part (environment, ceilings) as plain values: numpy scalars and paths are not JSON's."""
     if isinstance(value, dict):
-        return {str(k): _without_nan(v) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
+        return [_plain(v) for v in value]
     if isinstance(value, str | int | float | bool | None):
         return value
     # A numpy scalar, a path: the nearest plain thing.
-    return _without_nan(value.item()) if hasattr(value, "item") else str(value)
+    return _plain(value.item()) if hasattr(value, "item") else str(value)
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -139,7 +138,7 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_document(document: Document, path: str | Path) -> Path:
     """Write the document as JSON, atomically. Returns the path; raises RequestError when it cannot be written."""
     for part in ("environment", "request", "fixtures", "ceilings"):
-        setattr(document, part, _without_nan(getattr(document, part)))
+        setattr(document, part, _plain(getattr(document, part)))
     return write_text(path, document.model_dump_json(indent=1) + "\n")
 
 

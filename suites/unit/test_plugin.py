@@ -101,7 +101,7 @@ def test_a_wrong_declaration_is_a_collection_error_in_one_line(tmp_path: Path) -
     assert found.returncode == 2
     assert "ERROR collecting bad.toml" in found.stdout and "Traceback" not in found.stdout
     (line,) = [line for line in found.stdout.splitlines() if "unknown param 'head' of gdpa" in line]
-    assert "bad.toml: case 'good': " in line and "did you mean 'heads'?" in line
+    assert line.startswith(f"{tmp_path}/bad.toml: case 'good': ") and line.endswith("did you mean 'heads'?")
 
 
 def test_nothing_runs_and_no_session_opens_for_a_listing(tmp_path: Path) -> None:
