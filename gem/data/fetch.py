@@ -100,7 +100,7 @@ def _sha256(content: bytes) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line: prints the path of the file; 2 and one line on stderr when the request was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m gem.data.fetch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m gem.data.fetch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", help=f"one of: {', '.join(DATA_SETS)}")
     parser.add_argument("destination", nargs="?", help="file or directory (default: results/data/)")
     options = parser.parse_args(arguments)

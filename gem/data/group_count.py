@@ -19,12 +19,15 @@ class GroupCount:
         self._known: pa.Table | None = None
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
+        self._seen = 0
 
     def add(self, users: pa.Array, weights: pa.Array | None = None) -> None:
         """Count `users` [n] once each, or by int64 `weights` [n]. No nulls: callers report those with their place."""
         ones = weights if weights is not None else pa.array(np.ones(len(users), dtype=np.int64))
-        self._pending.append(pa.table([users, ones], names=["user", "rows"]))
+        first = pa.array(np.arange(self._seen, self._seen + len(users)))
+        self._pending.append(pa.table([users, ones, first], names=["user", "rows", "first"]))
         self._pending_rows += len(users)
+        self._seen += len(users)
         if self._pending_rows > max(self._fold_rows, 0 if self._known is None else len(self._known)):
             self._fold()
 
@@ -32,9 +35,8 @@ class GroupCount:
         if not self._pending:
             return
         tables = ([] if self._known is None else [self._known]) + self._pending
-        # Single-threaded, so that groups keep the order of first appearance and a log always gives the same lengths.
-        grouped = pa.concat_tables(tables).group_by("user", use_threads=False).aggregate([("rows", "sum")])
-        self._known = grouped.rename_columns(["user", "rows"])
+        grouped = pa.concat_tables(tables).group_by("user", use_threads=False).aggregate([("rows", "sum"), ("first", "min")])
+        self._known = grouped.rename_columns(["user", "rows", "first"])
         self._pending, self._pending_rows = [], 0
 
     def finish(self) -> np.ndarray:
@@ -42,4 +44,6 @@ class GroupCount:
         self._fold()
         if self._known is None:
             return np.zeros(0, dtype=np.int64)
-        return self._known.column("rows").to_numpy().astype(np.int64)
+        # The order of groups is Arrow's own affair; a log must give the same lengths on every machine and release.
+        order = np.argsort(self._known.column("first").to_numpy())
+        return self._known.column("rows").to_numpy()[order]

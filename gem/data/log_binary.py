@@ -166,6 +166,8 @@ def read_numpy(
         raise
     except Exception as error:  # numpy raises ValueError, EOFError, KeyError, BadZipFile, zlib.error, SyntaxError, ...
         raise fault(path, f"broken npy or npz: {str(error).splitlines()[0][:200]}; accepted: integers [n]") from None
+    if not isinstance(values, np.ndarray):  # an archive of other things
+        raise fault(path, f"{name} is no array; accepted: integers of one dimension")
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise fault(path, f"{name} is {values.dtype} of shape {values.shape}; accepted: integers of one dimension")
     lengths = _checked(path, name, values)

@@ -23,11 +23,36 @@ def fault(path: Path, message: str, line: int | None = None, column: int | None 
     return RequestError(f"{path}{where}: {message}")
 
 
+def _bad_byte(at: int, byte: int, what: str) -> str:
+    return f"byte {at + 1} of the line is {byte:#04x}: {what}; accepted: UTF-8 text"
+
+
+def read_head(path: Path, lines: int, longest: int) -> list[str]:
+    """The first lines of a text, without their ends; the first one is checked, since all else is read by it.
+
+    The others are left to the reading proper, which knows by then what separates the columns.
+    """
+    with io.BufferedReader(TextStream(path, check=False)) as stream:
+        head = [line for line in (stream.readline(longest + 1) for _ in range(lines)) if line]
+    if not head:
+        raise fault(path, "the file is empty; accepted: at least one row")
+    text = head[0].decode("utf-8", errors="surrogateescape")
+    for at, letter in enumerate(text):
+        if letter == "\0" or "\ud800" <= letter <= "\udfff":
+            place = len(text[:at].encode("utf-8", errors="surrogateescape"))
+            what = "not UTF-8" if letter != "\0" else "binary data"
+            raise fault(path, _bad_byte(place, head[0][place], what), 1)
+    if len(head[0]) > longest:
+        raise fault(path, f"the line is longer than {longest:,} bytes; accepted: one row a line", 1)
+    return [line.decode("utf-8", errors="replace").rstrip("\r\n") for line in head]
+
+
 class TextStream(io.RawIOBase):
     """Readable binary stream of the unpacked text; a damaged byte or archive raises RequestError with its place."""
 
-    def __init__(self, path: Path, delimiter: bytes | None = None) -> None:
+    def __init__(self, path: Path, delimiter: bytes = b"", check: bool = True) -> None:
         super().__init__()
+        self._checked = check
         self._path = path
         self._delimiter = delimiter
         self._file: IO[bytes] = open(path, "rb")  # noqa: SIM115 - closed by close(), Arrow owns the stream meanwhile
@@ -50,7 +75,8 @@ class TextStream(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:  # type: ignore[override]
         """Up to `size` bytes, b"" at the end."""
         chunk = self._unpack(size)
-        self._check(chunk)
+        if self._checked:
+            self._check(chunk)
         first = self._done == 0
         self._done += len(chunk)
         if first and chunk.startswith(codecs.BOM_UTF8):
@@ -104,5 +130,4 @@ class TextStream(io.RawIOBase):
                 line += newlines
                 tail = chunk[chunk.rfind(b"\n") + 1 :] if newlines else (tail + chunk)[: 4 * _SCAN]
         column = tail.count(self._delimiter) + 1 if self._delimiter else None
-        text = f"byte {len(tail) + 1} of the line is {byte:#04x}: {what}; accepted: UTF-8 text"
-        return fault(self._path, text, line, column)
+        return fault(self._path, _bad_byte(len(tail), byte, what), line, column)

@@ -12,7 +12,7 @@ import pyarrow.csv
 from gem.data.group_count import GroupCount
 from gem.data.log_faults import MAX_LINE, first_fault
 from gem.data.log_layout import Layout, detect
-from gem.data.log_stream import TextStream, fault
+from gem.data.log_stream import TextStream, fault, read_head
 
 Progress = Callable[[int, int, int], None]
 
@@ -24,7 +24,10 @@ def read_text(
     path: Path, format: str | None, column: str | int | None, progress: Progress
 ) -> tuple[np.ndarray, int, Layout]:
     """(int64 lengths, rows read, layout) of a text log, packed or not. RequestError with file, line and column."""
-    layout = detect(path, _head(path), format, column)
+    head = read_head(path, 2, MAX_LINE)
+    layout = detect(path, head, format, column)
+    if layout.header and len(head) == 1:
+        raise fault(path, "a header and no rows; accepted: at least one row", 1)
     with TextStream(path, layout.delimiter.encode()) as stream:
         if layout.kind == "sequences":
             lengths, rows = _sequences(path, stream, progress)
@@ -34,17 +37,6 @@ def read_text(
     if not rows:
         raise fault(path, "a header and no rows; accepted: at least one row", 1)
     return lengths, rows, layout
-
-
-def _head(path: Path) -> list[str]:
-    """The first two lines."""
-    with io.BufferedReader(TextStream(path)) as lines:
-        head = [lines.readline(MAX_LINE + 1) for _ in range(2)]
-    if not head[0]:
-        raise fault(path, "the file is empty; accepted: at least one row")
-    if len(head[0]) > MAX_LINE:
-        raise fault(path, f"the line is longer than {MAX_LINE:,} bytes; accepted: one row a line", 1)
-    return [line.decode("utf-8", errors="replace").rstrip("\r\n") for line in head if line]
 
 
 def _open_csv(stream: TextStream, layout: Layout) -> pyarrow.csv.CSVStreamingReader:
