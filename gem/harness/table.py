@@ -118,6 +118,11 @@ class Line:
         if row.reason and row.reason not in self.reasons:
             self.reasons.append(row.reason)
 
+    def drop(self, reason: str) -> None:
+        """Forget a reason that another line of the table tells."""
+        if reason in self.reasons:
+            self.reasons.remove(reason)
+
     @property
     def ms(self) -> str:
         """``12.3 ± 0.2``: the median and how far its 95 % interval reaches; the median alone without samples."""
@@ -137,6 +142,11 @@ def lines_of(rows: list[Row]) -> list[Line]:
     for row in rows:
         key = (row.case_id, row.impl, row.direction)
         lines.setdefault(key, Line(*key)).add(row)
+    for row in rows:
+        # Why a peer has no ratio stands in the peer's own line; repeated in each contestant's it would fill the page.
+        peer = lines.get((row.case_id, row.metric.removeprefix(RATIO_PREFIX), row.direction))
+        if row.metric.startswith(RATIO_PREFIX) and row.status == "skipped" and peer is not None and peer.reasons:
+            lines[row.case_id, row.impl, row.direction].drop(row.reason)
     return list(lines.values())
 
 

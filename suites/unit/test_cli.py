@@ -368,6 +368,17 @@ def test_no_row_is_left_out_of_the_table() -> None:
     assert mixed.status == "fail" and mixed.reasons == ["noisy", "expected >= 0.9"]
 
 
+def test_why_a_peer_has_no_ratio_is_told_once() -> None:
+    absent = row(metric="ratio_to.flex", value=None, status="skipped", reason="no ratio: flex skipped: no compiler")
+    peer = row(impl="flex", value=None, status="skipped", reason="no compiler")
+    subject, flex = lines_of([row(), absent, peer])
+    assert (subject.reasons, subject.status, flex.reasons) == ([], "pass", ["no compiler"])
+    (alone,) = lines_of([row(), absent])
+    assert alone.reasons == ["no ratio: flex skipped: no compiler"]
+    missed = absent.model_copy(update={"status": "fail"})  # an expected ratio that has no value is the subject's matter
+    assert lines_of([row(), missed, peer])[0].reasons == ["no ratio: flex skipped: no compiler"]
+
+
 def test_a_metric_of_its_own_gets_a_column() -> None:
     out = io.StringIO()
     table = results_table(Document(rows=[row(metric="qps", value=1234.0)]))
