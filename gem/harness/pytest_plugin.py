@@ -6,6 +6,7 @@ line. All items of a pytest process share one session of the runner, so that its
 The device is that of ``GEM_DEVICE`` (auto, cpu, cuda); auto when unset.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -116,7 +117,7 @@ def _session(config: pytest.Config) -> tuple[Any, Any]:
         from gem.harness.runner import RunOptions, open_session
 
         options = RunOptions(device=environment.facts(os.environ.get("GEM_DEVICE", "auto")).device)
-        manager = open_session(options)
-        config.stash[_SESSION] = options, manager.__enter__()
-        config.add_cleanup(lambda: manager.__exit__(None, None, None))
+        with contextlib.ExitStack() as opened:
+            config.stash[_SESSION] = options, opened.enter_context(open_session(options))
+            config.add_cleanup(opened.pop_all().close)
     return config.stash[_SESSION]
