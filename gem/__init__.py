@@ -1,4 +1,4 @@
-"""gem: how a GEM-style ads recommendation model trains, as an open reference implementation with the harness that proves it.
+"""gem: how a GEM-style ads recommendation model trains: a reference implementation, and the harness that proves it.
 
 The public names load on first use, so that ``import gem`` (and ``gem list``) costs no torch import.
 """

@@ -1,4 +1,4 @@
-"""Useful work of a jagged batch: query-key pairs, FLOPs and least bytes. Padding, recompute and masked pairs earn nothing.
+"""Useful work of a jagged batch: pairs, FLOPs and least bytes. Padding, recompute and masked pairs earn nothing.
 
 numpy only, so that declarations and reports count without torch. Lengths are int arrays ``[B]``, one entry a sample.
 """
@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def window_edges(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) reach of a query around its own position; -1 = unlimited. Causal means that nothing right of it is seen."""
+    """(left, right) reach of a query around its own position; -1 = unlimited. Causal: nothing right of it is seen."""
     left, right = window
     if causal:
         right = 0 if right < 0 else min(right, 0)
@@ -21,7 +21,7 @@ def window_edges(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
 
 
 def _pairs_up_to(q_len: Ints, k_len: Ints, reach: Ints) -> Ints:
-    """Pairs (i, j) with 0 <= i < q_len, 0 <= j < k_len and j <= i + reach: a sum of clamp(t, 0, k_len), in closed form."""
+    """Pairs (i, j) with 0 <= i < q_len, 0 <= j < k_len, j <= i + reach: a sum of clamp(t, 0, k_len) in closed form."""
 
     def ramp(x: Ints) -> Ints:
         low = np.clip(x, 0, k_len)
@@ -74,8 +74,8 @@ def attention_bytes(
 ) -> float:
     """Least traffic in bytes: each input read once, each output written once.
 
-    Forward: q, k, v in, out out. Backward: q, k, v and d_out in, dq, dk, dv out. With ``shared_queries`` (PMA) the queries
-    are that many rows in all, while ``outputs`` (default ``tokens_q``) counts the rows of out and d_out.
+    Forward: q, k, v in, out out. Backward: q, k, v and d_out in, dq, dk, dv out. With ``shared_queries`` (PMA) the
+    queries are that many rows in all, while ``outputs`` (default ``tokens_q``) counts the rows of out and d_out.
     """
     row = heads * head_dim * element_size
     q_rows = tokens_q if shared_queries is None else shared_queries

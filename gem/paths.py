@@ -1,4 +1,4 @@
-"""Where the declared suites and the fixtures lie: in the checkout, or bundled in an installed wheel. Imports no torch."""
+"""Where the declared suites and the fixtures lie: in the checkout, or bundled in a wheel. Imports no torch."""
 
 from pathlib import Path
 

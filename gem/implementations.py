@@ -1,0 +1,103 @@
+"""The implementations of each op behind one interface: flat arguments in, tensors out, no autograd.
+
+``forward(q, k, v, ...)`` returns the output; ``backward(d_out, q, k, v, ...)`` returns (dq, dk, dv) and leaves the
+gradients of biases in ``bias.grads``. Kernels join the table in ``implementations``. (impl="reference" is not here: the
+oracle is differentiated by plain autograd, see ``gem.ops``.)
+
+Legend: T rows of all samples, H heads, D head_dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gem.efficiency import window_edges
+from gem.portable import block, pointwise, softmax
+from gem.portable.batch import Spec
+from gem.portable.biases import BiasInputs
+
+if TYPE_CHECKING:
+    from gem.dispatch import Call
+
+Window = tuple[int, int]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _runs_everywhere(call: "Call") -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of one op; ``refuses(call)`` is None or the reason why it cannot run a call."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Gradients]
+    refuses: Callable[["Call"], str | None] = _runs_everywhere
+
+
+# -- impl="torch" ----------------------------------------------------------------------------------------------------
+
+
+class _TorchJagged:
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool, window: Window,
+        scale: float, bias: BiasInputs,
+    ) -> Tensor:  # fmt: skip
+        spec = Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window))
+        return softmax.forward(q, k, v, spec, scale, bias)
+
+    @staticmethod
+    def backward(
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool,
+        window: Window, scale: float, bias: BiasInputs,
+    ) -> Gradients:  # fmt: skip
+        spec = Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window))
+        return softmax.backward(d_out, q, k, v, spec, scale, bias)
+
+
+class _TorchGdpa:
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *, activation: str,
+        qk_scale: float, out_scale: float, causal: bool, window: Window,
+    ) -> Tensor:  # fmt: skip
+        return pointwise.forward(
+            q, k, v, _shared_or_own(q, q_offsets, k_offsets, causal, window), activation, qk_scale, out_scale
+        )
+
+    @staticmethod
+    def backward(
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *,
+        activation: str, qk_scale: float, out_scale: float, causal: bool, window: Window,
+    ) -> Gradients:  # fmt: skip
+        return pointwise.backward(
+            d_out, q, k, v, _shared_or_own(q, q_offsets, k_offsets, causal, window), activation, qk_scale, out_scale
+        )
+
+
+def _shared_or_own(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, causal: bool, window: Window) -> Spec:
+    """q_offsets None: the queries are shared by all samples."""
+    shared = q.shape[0] if q_offsets is None else None
+    return Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window), shared_queries=shared)
+
+
+@cache
+def implementations(op: str) -> dict[str, Implementation]:
+    """Implementations of an op by name."""
+    table: dict[str, dict[str, Implementation]] = {
+        "jagged_attention": {
+            "torch": Implementation(_TorchJagged.forward, _TorchJagged.backward),
+        },
+        "gdpa": {
+            "torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward),
+        },
+        "block_attention": {
+            "torch": Implementation(block.forward, block.backward),
+        },
+    }
+    return table[op]

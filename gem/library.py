@@ -1,0 +1,224 @@
+"""torch.library registration of the ops (namespace ``gem``): kernels, fake kernels and autograd.
+
+Everything that depends on values (the lengths) happens inside these opaque ops, so that
+``torch.compile(fullgraph=True)`` neither breaks its graph nor recompiles for another batch of lengths. Flat arguments:
+``gem.ops`` is the public face.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from gem.implementations import implementations
+from gem.jagged import check_offset_values
+from gem.portable.biases import BiasInputs
+
+
+def _checks(check: bool, x: Tensor, impl: str) -> bool:
+    """Whether offsets are read: always on the CPU and where the implementation reads them on the host anyway."""
+    return check or x.device.type == "cpu" or impl == "torch" or os.environ.get("GEM_CHECK") == "1"
+
+
+def check_lengths(
+    op: str, q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q_len: int | None,
+    max_k_len: int | None,
+) -> None:  # fmt: skip
+    """Values of both offsets; ``q_offsets`` None = shared queries. ValueError; reads memory."""
+    if q_offsets is not None:
+        check_offset_values(op, "q_offsets", q_offsets, q.shape[0], max_q_len, "max_q_len")
+    elif max_q_len is not None and q.shape[0] > max_q_len:
+        raise ValueError(f"{op}: there are {q.shape[0]} shared queries, more than max_q_len = {max_q_len}")
+    check_offset_values(op, "k_offsets", k_offsets, k.shape[0], max_k_len, "max_k_len")
+
+
+def check_blocks(q: Tensor, offsets: Tensor, cos: Tensor | None, max_len: int | None) -> None:
+    """Values of block_attention's offsets, against the rows of the rotary table too. ValueError; reads memory."""
+    check_offset_values("block_attention", "offsets", offsets, q.shape[0], max_len, "max_len")
+    if cos is not None:
+        check_offset_values("block_attention", "offsets", offsets, q.shape[0], cos.shape[0], "the rows of rope")
+
+
+def _same(x: Tensor, rows: int | None = None) -> Tensor:
+    """A dense tensor of x's shape (or with other rows): what every implementation returns."""
+    return torch.empty((x.shape[0] if rows is None else rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+# -- jagged_attention --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("gem::jagged_attention", mutates_args=())
+def jagged_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q_len: int | None, max_k_len: int | None,
+    causal: bool, window_left: int, window_right: int, scale: float, dense: Tensor | None,
+    position_table: Tensor | None, position_boundaries: Tensor | None, time_table: Tensor | None,
+    time_boundaries: Tensor | None, q_times: Tensor | None, k_times: Tensor | None, impl: str, check: bool,
+) -> Tensor:  # fmt: skip
+    """Softmax attention; see ``gem.jagged_attention``."""
+    if _checks(check, q, impl):
+        check_lengths("jagged_attention", q, k, q_offsets, k_offsets, max_q_len, max_k_len)
+    bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
+    return implementations("jagged_attention")[impl].forward(
+        q, k, v, q_offsets, k_offsets, causal=causal, window=(window_left, window_right), scale=scale, bias=bias
+    )  # fmt: skip
+
+
+@jagged_attention.register_fake
+def _(q, *args) -> Tensor:
+    return _same(q)
+
+
+@torch.library.custom_op("gem::jagged_attention_backward", mutates_args=())
+def jagged_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, causal: bool,
+    window_left: int, window_right: int, scale: float, dense: Tensor | None, position_table: Tensor | None,
+    position_boundaries: Tensor | None, time_table: Tensor | None, time_boundaries: Tensor | None,
+    q_times: Tensor | None, k_times: Tensor | None, impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and the gradients of the three kinds of bias; an absent bias has an empty one."""
+    bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
+    dq, dk, dv = implementations("jagged_attention")[impl].backward(
+        d_out, q, k, v, q_offsets, k_offsets, causal=causal, window=(window_left, window_right), scale=scale, bias=bias
+    )  # fmt: skip
+    biases = [bias.grad(name) for name in ("dense", "position_table", "time_table")]
+    d_dense, d_position, d_time = (q.new_empty(0) if g is None else g for g in biases)
+    return dq, dk, dv, d_dense, d_position, d_time
+
+
+@jagged_attention_backward.register_fake
+def _(d_out, q, k, v, q_offsets, k_offsets, causal, left, right, scale, dense, position_table, position_boundaries,
+      time_table, *args):  # fmt: skip
+    absent = [q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+              for x in (dense, position_table, time_table)]  # fmt: skip
+    return _same(q), _same(k), _same(v), *absent
+
+
+def _jagged_setup(ctx, inputs, output) -> None:
+    (q, k, v, q_offsets, k_offsets, _, _, ctx.causal, ctx.left, ctx.right, ctx.scale, dense, position_table,
+     position_boundaries, time_table, time_boundaries, q_times, k_times, ctx.impl, _) = inputs  # fmt: skip
+    ctx.save_for_backward(
+        q, k, v, q_offsets, k_offsets, dense, position_table, position_boundaries, time_table, time_boundaries,
+        q_times, k_times,
+    )  # fmt: skip
+
+
+def _jagged_grad(ctx, d_out):
+    q, k, v, q_offsets, k_offsets, *bias = ctx.saved_tensors
+    dq, dk, dv, d_dense, d_position, d_time = jagged_attention_backward(
+        d_out, q, k, v, q_offsets, k_offsets, ctx.causal, ctx.left, ctx.right, ctx.scale, *bias, ctx.impl
+    )
+    d_dense = None if bias[0] is None else d_dense
+    d_position = None if bias[1] is None else d_position
+    d_time = None if bias[3] is None else d_time
+    return (dq, dk, dv, *[None] * 8, d_dense, d_position, None, d_time, *[None] * 5)
+
+
+jagged_attention.register_autograd(_jagged_grad, setup_context=_jagged_setup)
+
+
+# -- gdpa --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("gem::gdpa", mutates_args=())
+def gdpa(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q_len: int | None,
+    max_k_len: int | None, activation: str, qk_scale: float, out_scale: float, causal: bool, window_left: int,
+    window_right: int, impl: str, check: bool,
+) -> Tensor:  # fmt: skip
+    """act(q k^T) v; ``q_offsets`` None = queries shared by all samples. See ``gem.gdpa``."""
+    if _checks(check, q, impl):
+        check_lengths("gdpa", q, k, q_offsets, k_offsets, max_q_len, max_k_len)
+    return implementations("gdpa")[impl].forward(
+        q, k, v, q_offsets, k_offsets, activation=activation, qk_scale=qk_scale, out_scale=out_scale, causal=causal,
+        window=(window_left, window_right),
+    )  # fmt: skip
+
+
+@gdpa.register_fake
+def _(q, k, v, q_offsets, k_offsets, *args) -> Tensor:
+    return _same(q, (k_offsets.shape[0] - 1) * q.shape[0] if q_offsets is None else None)
+
+
+@torch.library.custom_op("gem::gdpa_backward", mutates_args=())
+def gdpa_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, activation: str,
+    qk_scale: float, out_scale: float, causal: bool, window_left: int, window_right: int, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of ``gem::gdpa``."""
+    return implementations("gdpa")[impl].backward(
+        d_out, q, k, v, q_offsets, k_offsets, activation=activation, qk_scale=qk_scale, out_scale=out_scale,
+        causal=causal, window=(window_left, window_right),
+    )  # fmt: skip
+
+
+@gdpa_backward.register_fake
+def _(d_out, q, k, v, *args):
+    return _same(q), _same(k), _same(v)
+
+
+def _gdpa_setup(ctx, inputs, output) -> None:
+    (q, k, v, q_offsets, k_offsets, _, _, ctx.activation, ctx.qk_scale, ctx.out_scale, ctx.causal, ctx.left,
+     ctx.right, ctx.impl, _) = inputs  # fmt: skip
+    ctx.save_for_backward(q, k, v, q_offsets, k_offsets)
+
+
+def _gdpa_grad(ctx, d_out):
+    grads = gdpa_backward(
+        d_out, *ctx.saved_tensors, ctx.activation, ctx.qk_scale, ctx.out_scale, ctx.causal, ctx.left, ctx.right,
+        ctx.impl,
+    )  # fmt: skip
+    return (*grads, *[None] * 12)
+
+
+gdpa.register_autograd(_gdpa_grad, setup_context=_gdpa_setup)
+
+
+# -- block_attention ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("gem::block_attention", mutates_args=())
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block: int, cos: Tensor | None, sin: Tensor | None, scale: float,
+    max_len: int | None, impl: str, check: bool,
+) -> Tensor:  # fmt: skip
+    """Softmax inside blocks, q and k rotated when cos and sin are given. See ``gem.block_attention``."""
+    if _checks(check, q, impl):
+        check_blocks(q, offsets, cos, max_len)
+    return implementations("block_attention")[impl].forward(q, k, v, offsets, block, _rope(cos, sin), scale)
+
+
+@block_attention.register_fake
+def _(q, *args) -> Tensor:
+    return _same(q)
+
+
+@torch.library.custom_op("gem::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block: int, cos: Tensor | None,
+    sin: Tensor | None, scale: float, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of ``gem::block_attention``."""
+    return implementations("block_attention")[impl].backward(d_out, q, k, v, offsets, block, _rope(cos, sin), scale)
+
+
+@block_attention_backward.register_fake
+def _(d_out, q, k, v, *args):
+    return _same(q), _same(k), _same(v)
+
+
+def _rope(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if cos is None or sin is None else (cos, sin)
+
+
+def _block_setup(ctx, inputs, output) -> None:
+    q, k, v, offsets, ctx.block, cos, sin, ctx.scale, _, ctx.impl, _ = inputs
+    ctx.save_for_backward(q, k, v, offsets, cos, sin)
+
+
+def _block_grad(ctx, d_out):
+    q, k, v, offsets, cos, sin = ctx.saved_tensors
+    grads = block_attention_backward(d_out, q, k, v, offsets, ctx.block, cos, sin, ctx.scale, ctx.impl)
+    return (*grads, *[None] * 8)
+
+
+block_attention.register_autograd(_block_grad, setup_context=_block_setup)
