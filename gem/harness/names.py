@@ -1,7 +1,7 @@
 """The names that a declaration may use: kinds, implementations, peers and metrics.
 
 They live apart from the code behind them so that checking and listing a thousand declared cases imports no torch.
-The runner looks its peers up by these names; a test keeps both lists equal.
+The code behind them looks itself up by these names; a test keeps the lists equal.
 """
 
 import difflib

@@ -254,6 +254,16 @@ def test_every_bound_keeps_its_direction() -> None:
     assert parse_expectation("forward.ms", "<=1e-3").bound == 1e-3
 
 
+def test_every_declared_name_has_code_behind_it() -> None:
+    """The lists that declarations are checked by, without torch, are those of the code that runs them."""
+    from gem import dispatch
+    from gem.harness import peers
+
+    assert set(names.PEERS) == set(peers.REGISTRY)
+    assert set(names.IMPLEMENTATIONS) == set(dispatch.IMPLEMENTATIONS)
+    assert set(SUBJECTS) == set(dispatch.OPS)
+
+
 def test_names_agree_with_each_other() -> None:
     assert all(set(peer.subjects) <= set(SUBJECTS) for peer in names.PEERS.values())
     for peer in names.PEERS.values():
