@@ -120,16 +120,13 @@ class Constant(Distribution):
 
 
 class Explicit(Distribution):
-    """The lengths themselves, for hostile batches; repeated from the start when more are asked for."""
+    """The lengths themselves, for hostile batches; repeated from the start when more are asked for (none: zeros)."""
 
     kind: Literal["explicit"]
     values: list[Length]
 
     def draw(self, n: int) -> np.ndarray:
-        values = np.array(self.values, dtype=np.int64)
-        if n and not len(values):
-            return np.zeros(n, dtype=np.int64)  # a profile without samples describes no length: none has rows
-        return np.resize(values, n)
+        return np.resize(np.array(self.values, dtype=np.int64), n)
 
     def describe(self) -> str:
         shown = ", ".join(map(str, self.values[:8])) + (", ..." if len(self.values) > 8 else "")

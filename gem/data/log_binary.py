@@ -13,7 +13,7 @@ from gem.data.log_stream import fault
 from gem.data.log_text import Progress
 from gem.errors import RequestError
 
-_BATCH_VALUES = 1 << 20  # values (rows, or items of list columns) decoded at a time
+_BATCH_VALUES = 1 << 18  # values (rows, or items of list columns) decoded at a time
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -124,7 +124,9 @@ def _batch_rows(file: pq.ParquetFile, name: str) -> int:
 
 
 def _flat(users: pa.Array) -> pa.Array:
-    return users.dictionary_decode() if isinstance(users, pa.DictionaryArray) else users
+    """Users as an array of plain values, as GroupCount takes them."""
+    users = users.dictionary_decode() if isinstance(users, pa.DictionaryArray) else users
+    return users.cast(pa.string()) if users.type == pa.string_view() else users
 
 
 def _refuse_nulls(path: Path, name: str, values: pa.Array, before: int) -> None:

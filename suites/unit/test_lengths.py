@@ -268,6 +268,8 @@ GOOD = 'description = "d"\npattern = "self"\nbatch = 4\n[q]\nkind = "uniform"\nm
         ('pattern = "self"', 'pattern = "pma"', ["[q] is given", "pma"]),
         ('pattern = "self"', "", ["field pattern is missing"]),
         ("seed = 0", "seed = 0.5", ["q.seed = 0.5", "valid integer"]),
+        ("seed = 0", "seed = 0\nmean = 3", ["unknown field q.mean = 3", "accepted fields: min, max, kind, seed"]),
+        ("min = 1", 'min = "1"', ["q.min = '1'", "valid integer"]),
         ("seed = 0", "sed = 0", ["accepted fields: min, max, kind, seed"]),
         ("min = 1", "min = 9", ["q: min 9 is above max 8"]),
         ("min = 1", "min = -3", ["q.min = -3", "greater than or equal to 0"]),
