@@ -222,6 +222,12 @@ def _suite_head(document: dict[str, Any], file: Path) -> _SuiteHead:
 
 def _merge(defaults: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """The case over the defaults; the tables params and expect are merged key by key."""
+    swept = case.get("matrix")
+    if isinstance(swept, dict):
+        # A matrix is the nearer word: what it sweeps drops the suite's default (the case's own value is an error).
+        defaults = {key: value for key, value in defaults.items() if key not in swept}
+        if isinstance(defaults.get("params"), dict):
+            defaults["params"] = {key: value for key, value in defaults["params"].items() if key not in swept}
     merged = {**defaults, **case}
     for table in ("params", "expect"):
         below, above = defaults.get(table), case.get(table)
@@ -231,7 +237,7 @@ def _merge(defaults: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand(case: dict[str, Any], where: str, subject: str) -> list[dict[str, Any]]:
-    """One case a combination of `matrix`, named ``<name>-<value>-<value>`` in the order of its keys."""
+    """One case a combination of `matrix`, named ``<name>-<value>_d<head_dim>`` in the order of its keys."""
     matrix = case.pop("matrix", None)
     if matrix is None:
         return [case]
@@ -251,7 +257,7 @@ def _expand(case: dict[str, Any], where: str, subject: str) -> list[dict[str, An
     expanded = []
     for combination in itertools.product(*matrix.values()):
         chosen = dict(zip(matrix, combination, strict=True))
-        suffix = "".join(f"-{_suffix(key, value)}" for key, value in chosen.items())
+        suffix = "".join(_suffix(key, value) for key, value in chosen.items())
         variant = {**case, "name": f"{case.get('name', '')}{suffix}"}
         if "fixture" in chosen:
             variant["fixture"] = chosen.pop("fixture")
@@ -261,12 +267,14 @@ def _expand(case: dict[str, Any], where: str, subject: str) -> list[dict[str, An
 
 
 def _suffix(key: str, value: object) -> str:
-    """A matrix value as part of a name: a flag by its name (`true` says nothing), a window as ``256_0``."""
+    """A matrix value as part of a name: ``_d128`` for a head size, a flag by its name, a window as ``-256_0``."""
+    if key == "head_dim":
+        return f"_d{value}"
     if isinstance(value, bool):
-        return key if value else f"no_{key}"
+        return f"-{key}" if value else f"-no_{key}"
     if isinstance(value, list):
-        return "_".join(str(one) for one in value)
-    return PurePosixPath(value).stem if key == "fixture" and isinstance(value, str) else str(value)
+        return "-" + "_".join(str(one) for one in value)
+    return f"-{PurePosixPath(value).stem}" if key == "fixture" and isinstance(value, str) else f"-{value}"
 
 
 def _build_case(
