@@ -84,7 +84,7 @@ def _mask_mod(seg: Segments, device: str) -> Any:
 
 
 def _tiles(seg: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles [TQ / 128, TK / 128] bool: those that hold visible pairs but not only such, those that hold nothing else."""
+    """Tiles [TQ / 128, TK / 128] bool: those with visible pairs but not only such, those with nothing else."""
     q_total, k_total = int(seg.q.sum()), int(seg.k.sum())
     q_blocks, k_blocks = -(-q_total // BLOCK), -(-k_total // BLOCK)
     some = np.zeros((q_blocks, k_blocks), bool)

@@ -35,6 +35,9 @@ from gem.harness.worker import Worker, WorkerFailure, start_server, stop_all
 
 __all__ = ["RunOptions", "Session", "open_session", "run", "run_case"]
 
+# What runs in the workers.
+HOST = "gem.harness.contestant:Host"
+ORACLE = "gem.harness.check:Oracle"
 OnEvent = Callable[[Event], None]
 WARM_UP_S = 0.5  # longest warm-up of one contestant, unless a single call takes longer
 ORACLE_TIMEOUT_S = 120.0  # the budget of scores makes it a second; a busy machine gets time
@@ -128,8 +131,9 @@ class Session:
 @contextlib.contextmanager
 def open_session(options: RunOptions) -> Iterator[Session]:
     """A session; its workers and files are gone when the block is left, however it is left."""
-    # gem.ops in the server's memory is in every worker's: none of them may initialise CUDA when imported.
-    start_server(["gem.harness.contestant"])
+    # What the server has imported, every worker has: gem's ops, and what torch imports at the first call of a custom op
+    # (1.5 s a worker otherwise). None of it may initialise CUDA.
+    start_server(["torch._dynamo", "gem.harness.contestant"])
     with tempfile.TemporaryDirectory(prefix="gem-run-") as folder:
         session = Session(options, environment.facts(options.device), Path(folder))
         try:
@@ -280,7 +284,7 @@ class Bench:
             if reason is None:
                 is_peer = name in names.PEERS
                 entry = Entry(name, is_peer, case.subject, case.params, self.lengths, device)
-                worker = Worker(name, "gem.harness.contestant:Host", entry, memory_bytes=self.session.memory_bytes())
+                worker = Worker(name, HOST, entry, memory_bytes=self.session.memory_bytes())
                 self.workers[name] = stack.enter_context(worker)
                 self._computes[name] = peers.computes(name, case.subject) if is_peer else "same"
 
@@ -306,7 +310,7 @@ class Bench:
             return
         self.step("oracle")
         paths = {way: str(self.session.folder / f"{way}.pt") for way in dict.fromkeys(self._computes.values())}
-        oracle = self.session.helper("oracle", "gem.harness.check:Oracle")
+        oracle = self.session.helper("oracle", ORACLE)
         directions = list(self.case.directions)
         try:
             oracle.call(

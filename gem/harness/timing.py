@@ -25,7 +25,7 @@ from gem.harness.nvml import Gpu
 from gem.harness.worker import WorkerFailure
 
 MIN_ROUNDS = 7  # one more than the fewest whose extremes hold the median with 95 % (6: 1 - 2 * 0.5 ** 6 = 96.9 %)
-FEW_ROUNDS = 3  # where a single turn is longer than the whole budget
+FEW_ROUNDS = 3  # for a contestant so slow that MIN_ROUNDS of its turns alone exceed the budget
 TARGET = 0.02  # stop when the median is known to +- 2 %
 CONFIDENCE = 0.95
 
@@ -111,7 +111,6 @@ class Race:
     samples: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, WorkerFailure] = field(default_factory=dict)
     rounds: int = 0
-    few: bool = False  # a single turn was longer than the budget
 
     def summaries(self) -> dict[str, Summary]:
         """Of those that did not fail."""
@@ -130,13 +129,19 @@ def interleave(
     """Let contestants take turns until every median is known to ± ``target`` or ``budget_s`` is spent.
 
     A turn returns one sample in ms, or raises WorkerFailure: then that contestant is out and the others go on. Each
-    round starts with another contestant. At least MIN_ROUNDS, or FEW_ROUNDS where one turn alone exceeds the budget.
+    round starts with another contestant. Everyone gets MIN_ROUNDS turns, but a contestant whose MIN_ROUNDS turns alone
+    exceed the budget may sit out after FEW_ROUNDS: it must not cost the others' table its time.
     """
     race = Race(samples={name: [] for name in turns})
     start = clock()
-    longest_turn = 0.0
+    longest = dict.fromkeys(turns, 0.0)
+
+    def due(name: str) -> bool:
+        taken, slow = len(race.samples[name]), longest[name] * MIN_ROUNDS > budget_s
+        return taken < (FEW_ROUNDS if slow else MIN_ROUNDS) or clock() - start <= budget_s
+
     for number in range(max_rounds):
-        running = [name for name in turns if name not in race.failures]
+        running = [name for name in turns if name not in race.failures and due(name)]
         if not running:
             break
         first = number % len(running)
@@ -146,15 +151,10 @@ def interleave(
                 race.samples[name].append(turns[name]())
             except WorkerFailure as failure:
                 race.failures[name] = failure
-            else:
-                longest_turn = max(longest_turn, clock() - before)
+            longest[name] = max(longest[name], clock() - before)
         race.rounds = number + 1
         on_round(race.rounds)
-        race.few = longest_turn > budget_s
-        if race.rounds < (FEW_ROUNDS if race.few else MIN_ROUNDS):
-            continue
-        settled = race.rounds >= MIN_ROUNDS and all(s.half_width <= target for s in race.summaries().values())
-        if settled or clock() - start > budget_s:
+        if race.rounds >= MIN_ROUNDS and all(s.half_width <= target for s in race.summaries().values()):
             break
     return race
 
