@@ -220,9 +220,10 @@ def _roofs(
         end = min(high_x, top / bandwidth)
         if end > start:
             parts.append(_line(px(start), py(start * bandwidth), px(end), py(end * bandwidth), "roof"))
-            # Under the slope's foot, away from the points that gather at the ridge.
+            # Under the slope's foot, away from the points that gather at the ridge; beside it where it is on the axis.
             label = f"copy {number(ceilings.gbps)} GB/s"
-            parts.append(_text(px(start) + 18, py(start * bandwidth) - 2, label, "roof-label"))
+            under = 16 if py(start * bandwidth) < py(low_y) - 24 else -2
+            parts.append(_text(px(start) + 18, py(start * bandwidth) + under, label, "roof-label"))
     previous = -math.inf
     for name, peak in sorted(ceilings.tflops.items(), key=lambda item: item[1]):
         start = min(max(low_x, peak / bandwidth), high_x) if bandwidth else low_x

@@ -74,14 +74,13 @@ class Line:
 
     @property
     def reason(self) -> str:
-        """The reasons of its rows, each once, with the metrics that gave it where the rows do not agree."""
-        told: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.reason:
-                told.setdefault(row.reason, []).append(row.metric)
-        if len(told) == 1:
-            return next(iter(told))
-        return "; ".join(f"{', '.join(filter(None, metrics))}: {text}".lstrip(": ") for text, metrics in told.items())
+        """The reasons of its rows, each once."""
+        return _reasons(self.rows)
+
+    @property
+    def problem(self) -> str:
+        """The reasons of the rows that decide its status, without the notes of those that passed."""
+        return _reasons([row for row in self.rows if row.status == self.status])
 
     @property
     def cells(self) -> dict[str, str]:
@@ -94,7 +93,8 @@ class Line:
             if row is self.row(row.metric) and row.metric in COLUMNS:
                 continue
             if row.metric.startswith(names.RATIO_PREFIX):
-                ratios.append(f"{row.metric.removeprefix(names.RATIO_PREFIX)} {number(row.value)}×")
+                times = "–" if row.value is None else f"{number(row.value)}×"
+                ratios.append(f"{row.metric.removeprefix(names.RATIO_PREFIX)} {times}")
             elif row.metric:
                 other.append(f"{row.metric} {number(row.value)} {row.unit}".strip())
         if ratios:
@@ -207,6 +207,17 @@ def _subtitle(environment: dict[str, Any], machine: str) -> str:
     return " · ".join(str(part) for part in [*parts, f"commit {commit}{dirty}" if commit else None] if part)
 
 
+def _reasons(rows: Iterable[Row]) -> str:
+    """Each reason once, after the metrics that gave it where the rows do not agree."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason:
+            told.setdefault(row.reason, []).append(row.metric)
+    if len(told) == 1:
+        return next(iter(told))
+    return "; ".join(f"{', '.join(filter(None, metrics))}: {text}".lstrip(": ") for text, metrics in told.items())
+
+
 def _lines(rows: Iterable[Row]) -> list[Line]:
     found: dict[tuple[str, str, str, str], Line] = {}
     for row in rows:
@@ -274,7 +285,7 @@ def _bar(line: Line, metric: str, factor: float) -> Bar:
     if span and value is not None and ms and min(span) > 0:
         # The interval is of the times; work per second goes with their inverse.
         low, high = span if metric == "ms" else (value * ms / span[1], value * ms / span[0])
-    note = f"{line.status}: {line.reason}" if line.reason else line.status
+    note = f"{line.status}: {line.problem}" if line.problem else line.status
     scaled = [None if one is None else one * factor for one in (value, low, high)]
     return Bar(line.impl, *scaled, role=line.role, note=note, failed=line.status in BAD)
 

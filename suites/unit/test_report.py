@@ -53,7 +53,7 @@ def document(rows: list[Row]) -> Document:
 class Page(HTMLParser):
     """What a browser would see: tags with attributes, and the text outside style elements."""
 
-    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr", "wbr"})
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -101,6 +101,10 @@ def test_failed_and_skipped_rows_are_shown_with_their_reasons() -> None:
     for status in ("error", "oom", "fail", "skipped"):
         assert f"{status} " in page.text
     assert "7 rows" in page.text
+    # What did not pass is told without the notes of what did.
+    mixed = [row(value=1.0, reason="few samples"), row(metric="ratio_to.flex", status="fail", reason="expected >= 2")]
+    problems = re.search(r'<ul class="problems">(.*?)</ul>', render(document(mixed)), re.DOTALL)
+    assert problems and "expected &gt;= 2" in problems[1] and "few samples" not in problems[1]
     # A contestant that did not run keeps its place among the bars.
     assert "skipped: needs cuda" in page.text
 
