@@ -23,14 +23,7 @@ def _is_list(kind: pa.DataType) -> bool:
 def _is_user(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    tests = (
-        pa.types.is_integer,
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-    )
-    return any(test(kind) for test in tests)
+    return pa.types.is_integer(kind) or str(kind) in ("string", "large_string", "string_view", "binary", "large_binary")
 
 
 def read_parquet(
@@ -126,7 +119,7 @@ def _batch_rows(file: pq.ParquetFile, name: str) -> int:
 def _flat(users: pa.Array) -> pa.Array:
     """Users as an array of plain values, as GroupCount takes them."""
     users = users.dictionary_decode() if isinstance(users, pa.DictionaryArray) else users
-    return users.cast(pa.string()) if users.type == pa.string_view() else users
+    return users.cast(pa.string()) if str(users.type) == "string_view" else users
 
 
 def _refuse_nulls(path: Path, name: str, values: pa.Array, before: int) -> None:

@@ -178,6 +178,7 @@ def test_parquet_of_other_shapes(tmp_path):
     words = pa.array(["x", "y", "x"])
     assert lengths({"user_id": words, "item_id": [1, 2, 3]}) == [2, 1]
     assert lengths({"user_id": words.dictionary_encode(), "item_id": [1, 2, 3]}) == [2, 1]
+    assert lengths({"user_id": words.cast(pa.string_view()), "item_id": [1, 2, 3]}) == [2, 1]
     assert lengths({"n": [4, 0]}) == [4, 0]
     assert lengths({"a": [4, 0], "b": [5, 6]}, column="b", format="lengths") == [5, 6]
     assert lengths({"a": [4, 4], "b": [5, 6]}, column="a", format="parquet") == [2]
