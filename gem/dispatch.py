@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gem.implementations import implementations
+from gem.implementations import TABLE
 
 log = logging.getLogger("gem")
 
@@ -51,7 +51,7 @@ def refusal(call: Call, impl: str) -> str | None:
     """Why ``impl`` cannot run this call, or None."""
     if impl == "reference":
         return None
-    found = implementations(call.op).get(impl)
+    found = TABLE[call.op].get(impl)
     if found is None:
         return f"gem has no {impl} kernel for {call.op}"
     return found.refuses(call)
@@ -61,11 +61,11 @@ def choose(call: Call, impl: str = "auto") -> Choice:
     """The implementation that runs ``call``. ValueError when the named one cannot or is unknown."""
     if impl != "auto":
         if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"impl={impl!r}: accepted are 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
+            raise ValueError(f"{call.op}: impl={impl!r}; accepted are 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
         reason = refusal(call, impl)
         if reason is not None:
             usable = [name for name in IMPLEMENTATIONS if refusal(call, name) is None]
-            raise ValueError(f"impl={impl!r} cannot run this call: {reason}; can run it: {', '.join(usable)}")
+            raise ValueError(f"{call.op}: impl={impl!r} cannot run it: {reason}; can run it: {', '.join(usable)}")
         return Choice(call.op, impl, "named by the caller")
     others = {"reference": "the float64 oracle runs only when named"}
     for name in PREFERENCE:

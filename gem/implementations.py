@@ -1,7 +1,7 @@
 """The implementations of each op behind one interface: flat arguments in, tensors out, no autograd.
 
 ``forward(q, k, v, ...)`` returns the output; ``backward(d_out, q, k, v, ...)`` returns (dq, dk, dv) and leaves the
-gradients of biases in ``bias.grads``. Kernels join the table in ``implementations``. (impl="reference" is not here: the
+gradients of biases in ``bias.grads``. Kernels join ``TABLE``. (impl="reference" is not here: the
 oracle is differentiated by plain autograd, see ``gem.ops``.)
 
 Legend: T rows of all samples, H heads, D head_dim.
@@ -9,7 +9,6 @@ Legend: T rows of all samples, H heads, D head_dim.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -86,18 +85,8 @@ def _shared_or_own(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, causa
     return Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window), shared_queries=shared)
 
 
-@cache
-def implementations(op: str) -> dict[str, Implementation]:
-    """Implementations of an op by name."""
-    table: dict[str, dict[str, Implementation]] = {
-        "jagged_attention": {
-            "torch": Implementation(_TorchJagged.forward, _TorchJagged.backward),
-        },
-        "gdpa": {
-            "torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward),
-        },
-        "block_attention": {
-            "torch": Implementation(block.forward, block.backward),
-        },
-    }
-    return table[op]
+TABLE: dict[str, dict[str, Implementation]] = {
+    "jagged_attention": {"torch": Implementation(_TorchJagged.forward, _TorchJagged.backward)},
+    "gdpa": {"torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward)},
+    "block_attention": {"torch": Implementation(block.forward, block.backward)},
+}

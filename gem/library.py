@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from gem.implementations import implementations
+from gem.implementations import TABLE
 from gem.jagged import check_offset_values
 from gem.portable.biases import BiasInputs
 
@@ -58,7 +58,7 @@ def jagged_attention(
     if _checks(check, q, impl):
         check_lengths("jagged_attention", q, k, q_offsets, k_offsets, max_q_len, max_k_len)
     bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
-    return implementations("jagged_attention")[impl].forward(
+    return TABLE["jagged_attention"][impl].forward(
         q, k, v, q_offsets, k_offsets, causal=causal, window=(window_left, window_right), scale=scale, bias=bias
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def jagged_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and the gradients of the three kinds of bias; an absent bias has an empty one."""
     bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
-    dq, dk, dv = implementations("jagged_attention")[impl].backward(
+    dq, dk, dv = TABLE["jagged_attention"][impl].backward(
         d_out, q, k, v, q_offsets, k_offsets, causal=causal, window=(window_left, window_right), scale=scale, bias=bias
     )  # fmt: skip
     biases = [bias.grad(name) for name in ("dense", "position_table", "time_table")]
@@ -128,7 +128,7 @@ def gdpa(
     """act(q k^T) v; ``q_offsets`` None = queries shared by all samples. See ``gem.gdpa``."""
     if _checks(check, q, impl):
         check_lengths("gdpa", q, k, q_offsets, k_offsets, max_q_len, max_k_len)
-    return implementations("gdpa")[impl].forward(
+    return TABLE["gdpa"][impl].forward(
         q, k, v, q_offsets, k_offsets, activation=activation, qk_scale=qk_scale, out_scale=out_scale, causal=causal,
         window=(window_left, window_right),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def gdpa_backward(
     qk_scale: float, out_scale: float, causal: bool, window_left: int, window_right: int, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of ``gem::gdpa``."""
-    return implementations("gdpa")[impl].backward(
+    return TABLE["gdpa"][impl].backward(
         d_out, q, k, v, q_offsets, k_offsets, activation=activation, qk_scale=qk_scale, out_scale=out_scale,
         causal=causal, window=(window_left, window_right),
     )  # fmt: skip
@@ -184,7 +184,7 @@ def block_attention(
     """Softmax inside blocks, q and k rotated when cos and sin are given. See ``gem.block_attention``."""
     if _checks(check, q, impl):
         check_blocks(q, offsets, cos, max_len)
-    return implementations("block_attention")[impl].forward(q, k, v, offsets, block, _rope(cos, sin), scale)
+    return TABLE["block_attention"][impl].forward(q, k, v, offsets, block, _rope(cos, sin), scale)
 
 
 @block_attention.register_fake
@@ -198,7 +198,7 @@ def block_attention_backward(
     sin: Tensor | None, scale: float, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of ``gem::block_attention``."""
-    return implementations("block_attention")[impl].backward(d_out, q, k, v, offsets, block, _rope(cos, sin), scale)
+    return TABLE["block_attention"][impl].backward(d_out, q, k, v, offsets, block, _rope(cos, sin), scale)
 
 
 @block_attention_backward.register_fake

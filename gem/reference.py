@@ -12,7 +12,7 @@ except the formulas of the activations.
 Legend: T rows of all samples, B samples, H heads, D head_dim, L rows of one sample (LQ, LK), N shared queries.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
@@ -50,7 +50,7 @@ def jagged_attention(
         visible_LL = _visible(q1 - q0, k1 - k0, causal, window, q.device)
         return _softmax_attention(scores_HLL, visible_LL, v[k0:k1])
 
-    return _all_samples(one_sample, q, q_bounds, samples)
+    return _all_samples(one_sample, (q, k, v), q_bounds, samples)
 
 
 def gdpa(
@@ -92,7 +92,7 @@ def gdpa(
         weights_HLL = weights_HLL.masked_fill(~visible_LL, 0.0)
         return out_scale * torch.einsum("hqk,khd->qhd", weights_HLL, v[k0:k1])
 
-    return _all_samples(one_sample, q, q_bounds, samples)
+    return _all_samples(one_sample, (q, k, v), q_bounds, samples)
 
 
 def block_attention(
@@ -121,7 +121,7 @@ def block_attention(
         same_block_LL = blocks[:, None] == blocks[None, :]
         return _softmax_attention(factor * _scores(q_LHD, k_LHD), same_block_LL, v_LHD)
 
-    return _all_samples(one_sample, q, bounds, samples)
+    return _all_samples(one_sample, (q, k, v), bounds, samples)
 
 
 def rotate(x_LHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -185,12 +185,20 @@ def _bias(bias: Bias, b: int, q_range: tuple[int, int], k_range: tuple[int, int]
     return bias.table.to(dtype)[bucket_LL].permute(2, 0, 1)
 
 
-def _all_samples(one_sample, q_THD: Tensor, q_bounds: list[tuple[int, int]], samples: Iterable[int] | None) -> Tensor:
+def _all_samples(
+    one_sample: Callable[[int], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    q_bounds: list[tuple[int, int]],
+    samples: Iterable[int] | None,
+) -> Tensor:
     """Samples' results in order; rows of samples left out, and rows behind the last offset, are 0."""
+    q_THD = inputs[0]
     wanted = range(len(q_bounds)) if samples is None else set(samples)
     parts, done = [], 0
     for b, (start, end) in enumerate(q_bounds):
         parts.append(one_sample(b) if b in wanted else q_THD.new_zeros(end - start, *q_THD.shape[1:]))
         done = end
-    parts.append(q_THD.new_zeros(q_THD.shape[0] - done, *q_THD.shape[1:]))
+    # Sums of nothing: they keep the inputs in the autograd graph when no sample does, as in an empty batch.
+    nothing = sum(x[:0].sum() for x in inputs)
+    parts.append(q_THD.new_zeros(q_THD.shape[0] - done, *q_THD.shape[1:]) + nothing)
     return torch.cat(parts)
