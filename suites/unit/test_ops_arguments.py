@@ -1,5 +1,8 @@
 """Bad arguments of the public ops: a ValueError that names the argument, what it was and what is accepted."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Calls unpack tuples of tensors; their lengths are not in the types.
+
 import logging
 
 import pytest

@@ -1,5 +1,8 @@
 """The ops as torch sees them: opcheck, gradcheck, compile without a recompile per batch, nested tensors, odd memory."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Calls unpack tuples of tensors; their lengths are not in the types.
+
 import pytest
 import torch
 from attention_laws import offsets, rows, run

@@ -1,5 +1,8 @@
 """impl="torch" against the oracle on random jagged batches: lengths, heads, head sizes, dtypes, strides, masks."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Calls unpack tuples of tensors; their lengths are not in the types.
+
 import pytest
 import torch
 from attention_laws import assert_agrees, offsets, rows, run

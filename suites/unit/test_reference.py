@@ -1,5 +1,8 @@
 """The oracle itself against sources that share no code with it: loops over scalars, SDPA, complex numbers."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Calls unpack tuples of tensors; their lengths are not in the types.
+
 import math
 
 import numpy as np
