@@ -36,7 +36,7 @@ DRAWN = {
     "cpu_pma_q32": "5a35e98f580a8a83",
     "cpu_pma_q64": "5261b8370513299e",
     "cpu_self_longtail": "7603a5c826f38490",
-    "cpu_self_s050": "f49cba5a684ef782",
+    "cpu_self_s050": "efcc0f9be7f0ec46",
     "cpu_self_window64": "7603a5c826f38490",
     "cpu_user_correlated": "e9bb3eb4bd75118d",
     "cross_short_kv": "1d49b134c825d6b9",
@@ -108,7 +108,7 @@ def test_listing_and_loading_import_no_torch():
 def test_cpu_profiles_cost_tens_of_milliseconds(name):
     lengths = load_profile(name).draw()
     flops = 4 * 4 * 64 * int((lengths.q * lengths.k).sum())  # 4 H D pairs at H 4, D 64
-    assert 0.010 < flops / 150e9 < 0.060  # seconds at the 150 GFLOP/s of two cores
+    assert 0.010 < flops / 150e9 < 0.100  # seconds at the 150 GFLOP/s of two cores
 
 
 # ---- laws of the distributions
