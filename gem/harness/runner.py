@@ -40,6 +40,7 @@ HOST = "gem.harness.contestant:Host"
 ORACLE = "gem.harness.check:Oracle"
 OnEvent = Callable[[Event], None]
 WARM_UP_S = 0.5  # longest warm-up of one contestant, unless a single call takes longer
+CEILINGS_TIMEOUT_S = 120.0
 ORACLE_TIMEOUT_S = 120.0  # the budget of scores makes it a second; a busy machine gets time
 
 
@@ -104,22 +105,17 @@ class Session:
         """What a worker may allocate on a CPU: less than is free, so that it fails and the machine does not."""
         return None if self.device == "cuda" else int(0.9 * available_memory())
 
-    def measured(self, dtype: str) -> tuple[float, float] | None:
-        """(TFLOP/s of a GEMM in ``dtype``, GB/s of a copy), measured once a run; None when they could not be."""
+    def measured(self, dtype: str) -> tuple[float, float]:
+        """(TFLOP/s of a GEMM in ``dtype``, GB/s of a copy), measured once a run. WorkerFailure when they cannot be."""
         rates = self.ceilings.setdefault("tflops", {})
         if dtype not in rates:
             worker = self.helper("ceilings", "gem.harness.ceilings:Ceilings")
-            try:
-                found = worker.call("measure", self.device, dtype, "gbps" not in self.ceilings, timeout_s=120.0)
-            except WorkerFailure as failure:
-                self.ceilings.setdefault("failed", {})[dtype] = failure.reason
-                rates[dtype] = None
-            else:
-                rates[dtype] = found["tflops"]
-                if "gbps" in found:
-                    self.ceilings["gbps"] = found["gbps"]
-        if rates[dtype] is None or "gbps" not in self.ceilings:
-            return None
+            found = worker.call(
+                "measure", self.device, dtype, "gbps" not in self.ceilings, timeout_s=CEILINGS_TIMEOUT_S
+            )
+            rates[dtype] = found["tflops"]
+            if "gbps" in found:
+                self.ceilings["gbps"] = found["gbps"]
         return rates[dtype], self.ceilings["gbps"]
 
     def close(self) -> None:
@@ -390,14 +386,18 @@ class Bench:
         """Useful work by direction, with the roofline's time from the run's own ceilings."""
         from gem.harness.ceilings import least_ms
 
-        found: dict[str, Work] = {}
-        timed = any(o.timing for o in self.outcomes)
-        if timed:
+        rates, why = None, "nothing was timed"
+        if any(o.timing for o in self.outcomes):
             self.step("ceilings")
-        rates = self.session.measured(self.case.params.dtype) if timed else None
+            try:
+                rates = self.session.measured(self.case.params.dtype)
+            except WorkerFailure as failure:
+                why = failure.reason
+        found: dict[str, Work] = {}
         for direction in self.case.directions:
             flops, n_bytes = useful_work(self.case, self.lengths, direction)
-            found[direction] = Work(flops, n_bytes, least_ms(flops, n_bytes, *rates) if rates else None)
+            least = least_ms(flops, n_bytes, *rates) if rates else None
+            found[direction] = Work(flops, n_bytes, least, why)
         return found
 
     def _call(self, name: str, method: str, *args: Any) -> Any:

@@ -34,11 +34,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """Useful FLOPs and least bytes of a case in one direction, and the roofline's time where ceilings are known."""
+    """Useful FLOPs and least bytes of a case in one direction; the roofline's time, or why there is none."""
 
     flops: float
     n_bytes: float
     least_ms: float | None = None
+    no_ceilings: str = ""
 
 
 def useful_work(case: Case, lengths: Lengths, direction: Direction) -> tuple[float, float]:
@@ -98,10 +99,11 @@ def _metrics(case: Case, o: Outcome, timing: Summary, work: Work) -> list[Row]:
     values = {"tflops": work.flops / timing.median / 1e9, "gbps": work.n_bytes / timing.median / 1e6}
     if work.least_ms is not None:
         values["roofline"] = work.least_ms / timing.median
-    ms = row(
-        case, o.impl, o.direction, "ms", value=timing.median, samples=list(timing.samples), reason=reason
-    )  # fmt: skip
-    return [ms, *(row(case, o.impl, o.direction, metric, value=value) for metric, value in values.items())]
+    rows = [row(case, o.impl, o.direction, "ms", value=timing.median, samples=list(timing.samples), reason=reason)]
+    rows += [row(case, o.impl, o.direction, metric, value=value) for metric, value in values.items()]
+    if work.least_ms is None:
+        rows.append(row(case, o.impl, o.direction, "roofline", "skipped", reason=f"no ceilings: {work.no_ceilings}"))
+    return rows
 
 
 def _ratios(case: Case, outcomes: list[Outcome]) -> list[Row]:

@@ -1,0 +1,437 @@
+"""The runner: whatever a contestant does is a row, what is wrong gets no ratio, and a wrong request is one line.
+
+Kinds: one out-of-memory shape ended a sweep or counted as a success; a numerically broken baseline kept its ratio;
+failing cases were dropped; timed calls that were no-ops; a crash took every later case with it; a hung peer.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gem.data.lengths import load_profile
+from gem.data.logs import LogLengths
+from gem.errors import RequestError
+from gem.harness import ceilings, names, runner, score
+from gem.harness import peers as public_kernels
+from gem.harness.case import Case
+from gem.harness.contestant import Host
+from gem.harness.params import SUBJECTS, GdpaParams
+from gem.harness.peer_padded import SdpaPadded
+from gem.harness.runner import RunOptions, open_session, run, run_case
+from gem.harness.score import Outcome, Work, apply_expectations, throughput_rows, useful_work
+from gem.harness.timing import summarize
+
+SMALL: dict[str, Any] = {"heads": 2, "head_dim": 16}
+
+
+def make_case(
+    name="case",
+    subject="jagged_attention",
+    kind: Any = "correctness",
+    fixture="empty_middle",
+    params=None,
+    peers=None,
+    expect=None,
+    **given,
+):
+    case = Case(
+        suite=Path("suites/test.toml"), file=Path("suites/test.toml"), kind=kind, subject=subject, name=name,
+        fixture=fixture, params=SUBJECTS[subject](**(SMALL | (params or {}))),
+        **given,
+    )  # fmt: skip
+    # Past the validation: the stand-ins below are no declared peers.
+    return case.model_copy(update={"peers": peers or [], "expect": expect or {}})
+
+
+# ---- stand-ins for public kernels, each with one fault
+
+
+class Wrong(SdpaPadded):
+    """A hundredth off."""
+
+    def forward(self):
+        return super().forward() * 1.01
+
+
+class WrongGradient(SdpaPadded):
+    """Right forward; the gradient of q is too large."""
+
+    def rows(self, name, tensor):
+        return super().rows(name, tensor) * (1.01 if name == "q" else 1.0)
+
+
+class NotANumber(SdpaPadded):
+    """One value, in the longest sample."""
+
+    def forward(self):
+        out = super().forward()
+        out[int(self.segments.q.argmax()), 0, 0, 0] = float("nan")
+        return out
+
+
+class Segfault(SdpaPadded):
+    """An illegal access in its kernel."""
+
+    def forward(self):
+        import ctypes
+
+        return ctypes.string_at(0)
+
+
+class OutOfMemory(SdpaPadded):
+    """While it builds its batch."""
+
+    def __init__(self, inputs, name):
+        torch.empty(1 << 50)
+
+
+class Hang(SdpaPadded):
+    """Waits for ever."""
+
+    def forward(self):
+        time.sleep(300)
+
+
+class Leaves(SdpaPadded):
+    """Ends the process as if all were well."""
+
+    def forward(self):
+        os._exit(0)
+
+
+class Cached(SdpaPadded):
+    """Computes once and then returns what it has: infinitely fast."""
+
+    kept = None
+
+    def forward(self):
+        if torch.is_grad_enabled():
+            return super().forward()
+        if self.kept is None:
+            self.kept = super().forward()
+        return self.kept
+
+
+class DiesWhileTimed(SdpaPadded):
+    """Killed for memory after some calls."""
+
+    calls = 0
+
+    def forward(self):
+        self.calls += 1
+        if self.calls == 12:
+            os.kill(os.getpid(), 9)
+        return super().forward()
+
+
+FAULTS = {cls.__name__.lower(): cls for cls in SdpaPadded.__subclasses__()}
+
+
+class FaultyHost(Host):
+    """The worker's side, which knows the stand-ins."""
+
+    def __init__(self, entry):
+        public_kernels.REGISTRY.update({name: f"test_runner:{cls.__name__}" for name, cls in FAULTS.items()})
+        super().__init__(entry)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Makes the stand-ins peers, here and in the workers."""
+    monkeypatch.setattr(runner, "HOST", "test_runner:FaultyHost")
+    for name in FAULTS:
+        monkeypatch.setitem(names.PEERS, name, names.Peer("a stand-in", None, tuple(SUBJECTS)))
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+
+
+def run_one(case, step=lambda detail: None):
+    options = RunOptions(device="cpu", budget_s=0.05)
+    with open_session(options) as session:
+        return run_case(case, options, session, step)
+
+
+def pick(rows, impl, direction="forward", metric=None):
+    return [r for r in rows if (r.impl, r.direction) == (impl, direction) and metric in (None, r.metric)]
+
+
+def test_every_fault_is_a_row_and_only_the_right_ones_are_compared(faulty):
+    everyone = ["sdpa_padded", *FAULTS, "torch_varlen"]
+    case = make_case(kind="throughput", directions=["forward"], peers=everyone, timeout_s=4.0)
+    rows = run_one(case)
+    ms = {name: pick(rows, name, metric="ms")[0] for name in ["torch", *everyone]}
+    expected = {
+        "torch": ("pass", ""),
+        "sdpa_padded": ("pass", ""),
+        "wronggradient": ("pass", ""),  # its forward is right
+        "wrong": ("fail", "out: error"),
+        "notanumber": ("fail", "values are not finite"),
+        "segfault": ("error", "killed by SIGSEGV"),
+        "outofmemory": ("oom", "out of memory"),
+        "hang": ("error", "hung: no answer within 4 s"),
+        "leaves": ("error", "ended by itself with exit code 0"),
+        "cached": ("fail", "timed calls do not compute their result"),
+        "dieswhiletimed": ("oom", "killed by SIGKILL"),
+        "torch_varlen": ("skipped", "needs cuda"),
+    }
+    assert set(expected) == set(ms)
+    for name, (status, text) in expected.items():
+        assert ms[name].status == status and text in ms[name].reason, ms[name]
+        assert (ms[name].value is not None) == (status == "pass") == bool(ms[name].samples), name
+        ratio = None if name == "torch" else pick(rows, "torch", metric=f"ratio_to.{name}")[0]
+        if ratio is not None and status == "pass":
+            assert (
+                ratio.value == pytest.approx((ms[name].value or 0) / (ms["torch"].value or 1))
+                and ratio.status == "pass"
+            )
+        elif ratio is not None:
+            assert ratio.value is None and ratio.status == "skipped" and f"no ratio: {name} {status}" in ratio.reason
+    assert pick(rows, "wrong", metric="max_error")[0].status == "fail"
+    assert {"tflops", "gbps", "roofline", "max_error"} <= {r.metric for r in pick(rows, "torch")}
+    assert not any(r.metric in ("tflops", "roofline") for r in pick(rows, "wrong"))
+
+
+def test_a_wrong_gradient_fails_backward_alone(faulty):
+    rows = run_one(make_case(peers=["wronggradient"]))
+    assert [r.status for r in pick(rows, "wronggradient", "forward")] == ["pass"]
+    (backward,) = pick(rows, "wronggradient", "backward")
+    assert backward.status == "fail" and "dq: error" in backward.reason and "above" in backward.reason
+    assert all(r.status == "pass" for r in rows if r.impl == "torch")
+
+
+def test_correctness_rows_are_right_and_cheap():
+    """Overhead: the whole way of a tiny case, two workers included, well below the second that it may cost."""
+    options = RunOptions(device="cpu")
+    with open_session(options) as session:
+        run_case(make_case(), options, session)  # the server imports torch
+        start = time.perf_counter()
+        for seed in range(3):
+            rows = run_case(make_case(params={"seed": seed}), options, session)
+            assert [(r.impl, r.direction, r.metric, r.status) for r in rows] == [
+                ("torch", "forward", "max_error", "pass"),
+                ("torch", "backward", "max_error", "pass"),
+            ]
+            assert all(r.value is not None and 0 <= r.value < 1e-4 and "allowed" in r.reason for r in rows)
+        assert (time.perf_counter() - start) / 3 < 1.0
+
+
+def test_a_broken_oracle_passes_nothing(monkeypatch):
+    monkeypatch.setattr(runner, "ORACLE", "builtins:dict")
+    rows = run_one(make_case())
+    assert {r.status for r in rows} == {"error"} and len(rows) == 2
+    assert all(r.reason.startswith("the oracle: ") for r in rows)
+
+
+def test_what_the_machine_lacks_is_skipped_with_the_reason():
+    (row,) = run_one(make_case(needs="cuda:sm90"))
+    assert (row.impl, row.status) == ("", "skipped") and row.reason.startswith("needs cuda:sm90: ")
+    rows = run_one(make_case(impls=["gluon"]))
+    assert {(r.impl, r.status) for r in rows} == {("gluon", "skipped")} and all(r.reason for r in rows)
+
+
+# ---- requests
+
+
+def test_wrong_requests_are_one_line_before_anything_runs():
+    events = []
+
+    def refused(cases, text, **options):
+        with pytest.raises(RequestError) as caught:
+            run(cases, options=RunOptions(device="cpu", **options), on_event=events.append)
+        assert text in str(caught.value) and "\n" not in str(caught.value)
+
+    refused([], "no case selected")
+    refused([make_case()], "unknown peer 'sdpa_paded'; accepted: sdpa_padded", peers=["sdpa_paded"])
+    block = make_case(subject="block_attention", fixture="more_q_than_k")
+    refused([make_case("first"), block], "accepted for block_attention: a fixture of pattern self")
+    assert events == []
+
+
+def log(values, name="log"):
+    array = np.array(values, dtype=np.int64)
+    return LogLengths(name, array, "lengths", len(array), f"{name}: {len(array)} users")
+
+
+def test_lengths_of_a_log_replace_the_history_of_every_case():
+    cases = [
+        make_case("a", fixture="one_long", params={"seed": 1}),
+        make_case("b", fixture="pma_empty_histories"),
+        make_case(
+            "c", fixture="single_token", params={"seed": 1}
+        ),  # another profile of pattern self: now the same as a
+        make_case("d", fixture="single_token", params={"seed": 2}),
+    ]
+    mine = log([3, 9, 1, 7, 30])
+    document = run(cases, options=RunOptions(device="cpu", lengths=mine, batch=4), on_event=lambda event: None)
+    by_case = {name: [r for r in document.rows if r.case == name] for name in "abcd"}
+    assert all(r.status == "pass" for name in "abd" for r in by_case[name])
+    (same,) = by_case["c"]
+    assert same.status == "skipped" and "the same as suites/test.toml::a" in same.reason
+    sides = {name: stats["k"] for name, stats in document.fixtures.items()}
+    assert set(sides) == {"one_long+log", "pma_empty_histories+log", "single_token+log"}
+    chosen = mine.draw(4).lengths
+    assert all(side["total"] == chosen.sum() for side in sides.values())
+    assert document.request["lengths"]["users"] == 5 and document.request["batch"] == 4
+    # Without --batch: as many users as the profile has samples.
+    with open_session(RunOptions(device="cpu", lengths=log(range(100)))) as session:
+        assert session.lengths(cases[0]).batch == load_profile("one_long").size
+
+
+def test_peers_asked_for_replace_those_declared():
+    case = make_case(kind="throughput", peers=["flex"], subject="gdpa", expect={"forward.ratio_to.padded": ">= 0.1"})
+    chosen = runner._with_peers(case, ["sdpa_padded", "padded"])
+    assert chosen.peers == ["sdpa_padded", "padded"] and chosen.expect
+    without = runner._with_peers(case, ["sdpa_padded"])
+    assert without.peers == ["sdpa_padded"] and without.expect == {}  # nothing to judge it by
+    plain = make_case(kind="throughput", peers=["flex"])
+    assert runner._with_peers(plain, ["sdpa_padded", "padded"]).peers == ["sdpa_padded"]  # padded computes gdpa alone
+    assert runner._with_peers(make_case(peers=["nested"]), ["sdpa_padded"]).peers == ["nested"]  # a correctness case
+
+
+def test_events_tell_the_whole_run():
+    events = []
+    cases = [make_case("one"), make_case("two", needs="cuda")]
+    document = run(cases, options=RunOptions(device="cpu"), on_event=events.append)
+    kinds = [e.kind for e in events if e.kind != "step"]
+    assert kinds == ["run_started", *["case_started", "case_finished"] * 2, "run_finished"]
+    finished = [e for e in events if e.kind == "case_finished"]
+    assert [e.index for e in finished] == [0, 1] and all(e.total == 2 for e in events)
+    assert [r for e in finished for r in e.rows] == document.rows
+    assert any("check backward" in e.detail for e in events if e.kind == "step")
+    assert document.environment["torch"] == torch.__version__
+
+
+def test_interrupt_leaves_no_worker_and_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids = []
+
+    def step(detail):
+        if detail.startswith("timing"):
+            pids.extend(w.pid for w in list(runner_workers()))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_one(make_case(kind="throughput", peers=["sdpa_padded"]), step)
+    assert len(pids) >= 3  # torch, sdpa_padded, the oracle
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list(tmp_path.iterdir()) == []
+
+
+def runner_workers():
+    from gem.harness.worker import _LIVE
+
+    return _LIVE
+
+
+# ---- rows from outcomes, without running anything
+
+
+def timed(impl, ms):
+    return Outcome(impl, "forward", max_error=1e-6, error_note="out", timing=summarize([ms] * 7))
+
+
+WORK = {"forward": Work(flops=2e9, n_bytes=1e8, least_ms=4.0)}
+
+
+def test_metrics_by_hand():
+    rows = throughput_rows(make_case(kind="throughput"), [timed("torch", 10.0), timed("flex", 25.0)], WORK)
+    values = {(r.impl, r.metric): r.value for r in rows}
+    assert values["torch", "ms"] == 10.0
+    assert values["torch", "tflops"] == pytest.approx(0.2)  # 2 GFLOP in 10 ms
+    assert values["torch", "gbps"] == pytest.approx(10.0)
+    assert values["torch", "roofline"] == pytest.approx(0.4)
+    assert values["torch", "ratio_to.flex"] == pytest.approx(2.5)  # above 1: gem is faster
+    assert ("flex", "ratio_to.torch") not in values
+    assert {r.better for r in rows if r.metric in ("ms", "max_error")} == {"lower"}
+
+
+def test_without_ceilings_the_roofline_says_why(monkeypatch):
+    monkeypatch.setattr(
+        runner.Session, "measured", lambda self, dtype: self.helper("c", "builtins:dict").call("x", timeout_s=9)
+    )
+    rows = run_one(make_case(kind="throughput", directions=["forward"]))
+    (roofline,) = pick(rows, "torch", metric="roofline")
+    assert (roofline.status, roofline.value) == ("skipped", None) and "no ceilings: AttributeError" in roofline.reason
+    assert pick(rows, "torch", metric="ms")[0].status == "pass"
+
+
+def test_a_wrong_subject_gets_no_ratio():
+    wrong = Outcome("torch", "forward", "fail", "out: error 0.3 above 1e-5", max_error=0.3, error_note="bad")
+    rows = throughput_rows(make_case(kind="throughput"), [wrong, timed("flex", 25.0)], WORK)
+    assert [(r.metric, r.status, r.value) for r in rows if r.impl == "torch"] == [
+        ("max_error", "fail", 0.3),
+        ("ms", "fail", None),
+        ("ratio_to.flex", "skipped", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("peer", "status", "text"),
+    [
+        (timed("flex", 25.0), "pass", ""),
+        (timed("flex", 15.0), "fail", "expected forward.ratio_to.flex >= 2, is 1.5"),
+        (Outcome("flex", "forward", "skipped", "no compiler"), "skipped", "no ratio"),
+        (Outcome("flex", "forward", "oom", "killed"), "fail", "expected forward.ratio_to.flex >= 2, there is no value"),
+    ],
+)
+def test_expectation_is_kept_broken_or_not_judged(peer, status, text):
+    case = make_case(kind="throughput", peers=["flex"], expect={"forward.ratio_to.flex": ">= 2"})
+    outcomes = [timed("torch", 10.0), peer]
+    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
+    (ratio,) = pick(rows, "torch", metric="ratio_to.flex")
+    assert ratio.status == status and text in ratio.reason
+
+
+def test_expectation_is_judged_by_the_best_implementation():
+    case = make_case(kind="throughput", expect={"forward.roofline": ">= 0.8"})
+    outcomes = [timed("torch", 40.0), timed("triton", 4.5)]  # shares 0.1 and 0.89
+    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
+    assert all(r.status == "pass" for r in rows)
+    outcomes[1] = timed("triton", 6.0)
+    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
+    assert [(r.impl, r.metric) for r in rows if r.status == "fail"] == [("triton", "roofline")]
+
+
+def test_useful_work_counts_what_the_mask_keeps_and_shared_queries_once():
+    case = make_case(kind="throughput", fixture="more_q_than_k", params={"causal": True})
+    lengths = load_profile("more_q_than_k").draw()
+    pairs = sum(
+        sum(0 <= j <= i + k - q for j in range(k)) for q, k in zip(lengths.q, lengths.k, strict=True) for i in range(q)
+    )
+    assert useful_work(case, lengths, "forward")[0] == 4 * 2 * 16 * pairs
+    assert useful_work(case, lengths, "backward")[0] == 10 * 2 * 16 * pairs
+    pma = load_profile("cpu_pma_q32").draw()
+    shared = make_case(kind="throughput", subject="gdpa", fixture="cpu_pma_q32")
+    row_bytes = 2 * 16 * 4
+    assert useful_work(shared, pma, "forward")[1] == row_bytes * (32 + 32 * pma.batch + 2 * pma.tokens_k)
+    assert isinstance(shared.params, GdpaParams) and score.ELEMENT_SIZE["float32"] == 4
+
+
+def test_ceilings_are_flops_and_bytes_over_the_measured_time(monkeypatch):
+    """A timer that says 10 ms for whatever it is given: rates by hand, and the roofline's longer side."""
+
+    class TenMs:
+        def __init__(self, device):
+            pass
+
+        def warm_up(self, call, cap_s):
+            call()
+
+        def turn(self, call):
+            return 10.0
+
+        def time(self, call, before, calls):
+            return [10.0]
+
+    monkeypatch.setattr(ceilings, "Timer", TenMs)
+    monkeypatch.setattr(ceilings, "last_level_cache_bytes", lambda: 1 << 20)
+    found = ceilings.Ceilings().measure("cpu", "float32", True)
+    assert found["tflops"] == pytest.approx(2 * 512**3 / 1e-2 / 1e12)
+    assert found["gbps"] == pytest.approx(2 * (1 << 27) / 1e-2 / 1e9)  # read and written
+    assert ceilings.least_ms(flops=2e9, n_bytes=1e8, tflops=1.0, gbps=10.0) == pytest.approx(10.0)
+    assert ceilings.least_ms(flops=2e9, n_bytes=1e8, tflops=0.1, gbps=10.0) == pytest.approx(20.0)
