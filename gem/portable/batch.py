@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gem.portable.groups import Group, Ints, group_samples, query_tiles
 from gem.portable.products import KeySum, Workspace, compute_dtype, score_dtype, tile_elements, tile_rows
-from gem.portable.rows import OutRows, Rows, group_index
+from gem.portable.rows import GroupIndex, OutRows, Rows
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ class Dense:
             self.k_lens_G = torch.from_numpy(spec.k_lens[group.samples]).to(device)
             self.q_starts_G = torch.from_numpy(spec.q_starts[group.samples]).to(device)
             self.k_starts_G = torch.from_numpy(spec.k_starts[group.samples]).to(device)
-            self.q_index = group_index(self.q_starts_G, self.q_lens_G, group.q_len, batch.heads, batch.q_rows_spare)
-            self.k_index = group_index(self.k_starts_G, self.k_lens_G, group.k_len, batch.heads, batch.k_rows_spare)
+            heads, uniform = batch.heads, group.uniform
+            self.q_index = GroupIndex(self.q_starts_G, self.q_lens_G, group.q_len, heads, uniform)
+            self.k_index = GroupIndex(self.k_starts_G, self.k_lens_G, group.k_len, heads, uniform)
 
     def load_q(self, rows: Rows) -> Tensor:
         """Rows that belong to queries and are per sample (d_out), [GH, LQ, D]."""
@@ -161,13 +162,11 @@ class Dense:
 class Batch:
     """Groups of a jagged batch and the workspace they share."""
 
-    def __init__(self, spec: Spec, q_THD: Tensor, k_THD: Tensor) -> None:
+    def __init__(self, spec: Spec, q_THD: Tensor) -> None:
         self.spec, self.device, self.heads = spec, q_THD.device, q_THD.shape[1]
         self.compute_dtype, self.score_dtype = compute_dtype(q_THD), score_dtype(q_THD)
         # Rows of the per-sample query side (out, d_out): with shared queries not those of q itself.
         self.q_rows = int(spec.q_lens.sum()) if spec.broadcast_q else q_THD.shape[0]
-        self.q_rows_spare = self.q_rows * self.heads
-        self.k_rows_spare = k_THD.shape[0] * self.heads
         self.workspace = Workspace(q_THD.device, self.score_dtype)
 
     def groups(self) -> Iterator[Dense]:

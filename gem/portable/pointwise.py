@@ -23,7 +23,7 @@ def forward(
 ) -> Tensor:
     """[T, H, D]; rows outside every sample 0."""
     act = _FORWARD[activation]
-    batch = Batch(spec, q_THD, k_THD)
+    batch = Batch(spec, q_THD)
     q, k, v = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD)
     out = batch.out_q(q_THD)
     for group in batch.groups():
@@ -49,7 +49,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. No row statistics exist: act and act' are recomputed from the scores."""
     act, act_backward = _FORWARD[activation], _BACKWARD[activation]
-    batch = Batch(spec, q_THD, k_THD)
+    batch = Batch(spec, q_THD)
     q, k, v, d_out = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD), batch.rows(d_out_THD)
     dq = OutRows(q_THD, batch.score_dtype) if spec.broadcast_q else batch.out_q(q_THD)
     dk, dv = batch.out_k(k_THD), batch.out_k(v_THD)

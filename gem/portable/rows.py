@@ -9,29 +9,30 @@ from torch import Tensor
 
 
 class Rows:
-    """Jagged values [T, H, D] of one tensor, read in the compute type as dense groups, or written back from them."""
+    """Jagged values [T, H, D] of one tensor, read in the compute type as dense groups."""
 
     def __init__(self, values_THD: Tensor, compute_dtype: torch.dtype) -> None:
         self.values_THD = values_THD
         self.compute_dtype = compute_dtype
-        self._padded: Tensor | None = None
+        self._flat = values_THD.view(-1, values_THD.shape[2]) if values_THD.is_contiguous() else None
 
     def one(self, start: int, end: int) -> Tensor:
         """Rows [start, end) head-major [H, L, D]: a view where the type already fits."""
         return self.values_THD[start:end].to(self.compute_dtype).transpose(0, 1)
 
-    def group(self, index_GHL: Tensor) -> Tensor:
-        """Gathered rows [G * H, L, D]; an index of T * H reads zeros."""
-        if self._padded is None:
-            # One sequential copy makes strided and half-precision inputs dense and adds the row of zeros that padding
-            # reads: cheaper than a masked second pass over every gathered group.
-            total, heads, dim = self.values_THD.shape
-            padded = torch.empty(total * heads + 1, dim, dtype=self.compute_dtype, device=self.values_THD.device)
-            padded[: total * heads].view(total, heads, dim).copy_(self.values_THD)
-            padded[total * heads :].zero_()
-            self._padded = padded
-        groups, heads, length = index_GHL.shape
-        return self._padded.index_select(0, index_GHL.reshape(-1)).view(groups * heads, length, -1)
+    def group(self, index: "GroupIndex") -> Tensor:
+        """Gathered rows [G * H, L, D]; padding reads zeros."""
+        samples, heads, length = index.packed_GHL.shape
+        if self._flat is not None:
+            # Heads are gathered as rows of their own: the result is head-major without a second pass.
+            x_GHLD = self._flat.index_select(0, index.packed_GHL.reshape(-1)).view(samples, heads, length, -1)
+        else:
+            x_GLHD = self.values_THD.index_select(0, index.row_GL.reshape(-1)).view(samples, length, heads, -1)
+            x_GHLD = x_GLHD.transpose(1, 2).contiguous()
+        x_GHLD = x_GHLD.to(self.compute_dtype)
+        if index.padding_GL is not None:
+            x_GHLD.masked_fill_(index.padding_GL[:, None, :, None], 0.0)
+        return x_GHLD.view(samples * heads, length, -1)
 
 
 class OutRows:
@@ -56,20 +57,34 @@ class OutRows:
         """Rows [start, end) head-major [H, L, D], to be written in place: products land there without a copy."""
         return self._rows_THD[start:end].transpose(0, 1)
 
-    def put_group(self, index_GHL: Tensor, x_BLD: Tensor) -> None:
-        """Write gathered rows back; an index of T * H is padding."""
-        self._flat.index_copy_(0, index_GHL.reshape(-1), x_BLD.reshape(-1, self.dim))
+    def put_group(self, index: "GroupIndex", x_BLD: Tensor) -> None:
+        """Write gathered rows back; padding goes to the spare row."""
+        self._flat.index_copy_(0, index.spare_GHL(self.total).reshape(-1), x_BLD.reshape(-1, self.dim))
 
     def result(self) -> Tensor:
         """[T, H, D] in the input's type."""
         return self._rows_THD[:-1].to(self.dtype)
 
 
-def group_index(starts_G: Tensor, lens_G: Tensor, length: int, heads: int, spare: int) -> Tensor:
-    """Row numbers [G, H, L] in values flattened to [T * H, D]; ``spare`` where a sample is shorter than ``length``."""
-    device = starts_G.device
-    row_GL = torch.arange(length, device=device)
-    inside_GL = row_GL < lens_G[:, None]
-    row_GL = (starts_G[:, None] + row_GL) * heads
-    index_GHL = row_GL[:, None, :] + torch.arange(heads, device=device)[None, :, None]
-    return torch.where(inside_GL[:, None, :], index_GHL, spare)
+class GroupIndex:
+    """Where the rows of a group lie; padding reads row 0 (and is then cleared) and is written to a spare row."""
+
+    def __init__(self, starts_G: Tensor, lens_G: Tensor, length: int, heads: int, uniform: bool) -> None:
+        position_L = torch.arange(length, device=starts_G.device)
+        self.heads = heads
+        self.row_GL = starts_G[:, None] + position_L
+        self.padding_GL: Tensor | None = None
+        if not uniform:
+            self.padding_GL = position_L >= lens_G[:, None]
+            self.row_GL.masked_fill_(self.padding_GL, 0)
+        self.packed_GHL = self._by_head(self.row_GL)
+
+    def spare_GHL(self, spare_row: int) -> Tensor:
+        """Rows flattened by head as in ``packed_GHL``, with padding at ``spare_row``."""
+        if self.padding_GL is None:
+            return self.packed_GHL
+        return self._by_head(self.row_GL.masked_fill(self.padding_GL, spare_row))
+
+    def _by_head(self, row_GL: Tensor) -> Tensor:
+        head_H = torch.arange(self.heads, device=row_GL.device)
+        return (row_GL * self.heads)[:, None, :] + head_H[:, None]

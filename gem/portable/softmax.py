@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: Spec, scale: float, bias: BiasInputs) -> Tensor:
     """softmax(scale q k^T + bias) v for every sample; [T, H, D], rows outside every sample 0."""
-    batch = Batch(spec, q_THD, k_THD)
+    batch = Batch(spec, q_THD)
     q, k, v = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD)
     out = batch.out_q(q_THD)
     for group in batch.groups():
@@ -35,7 +35,7 @@ def backward(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: Spec, scale: float, bias: BiasInputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; the gradients of biases are left in ``bias.grads``."""
-    batch = Batch(spec, q_THD, k_THD)
+    batch = Batch(spec, q_THD)
     q, k, v, d_out = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD), batch.rows(d_out_THD)
     dq, dk, dv = batch.out_q(q_THD), batch.out_k(k_THD), batch.out_k(v_THD)
     if bias.present:
