@@ -166,6 +166,9 @@ class Oracle:
             answer = make_answer(inputs, computes, samples, directions)
             torch.save(vars(answer), path)
             scope = answer.scope()
+            del answer
+        if device == "cuda":  # this worker lives on beside the contestants
+            torch.cuda.empty_cache()
         return scope
 
 

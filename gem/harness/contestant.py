@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from gem.data.lengths import Lengths
@@ -46,9 +47,12 @@ class Host:
         """Draw the inputs and let the contestant bring them into its own form, which is not timed."""
         entry = self._entry
         torch.manual_seed(entry.params.seed)
+        # A compiled backward may else write over what its forward saved and then runs only once; timing repeats it.
+        functorch_config.donated_buffer = False
         self.inputs = build_inputs(entry.subject, entry.params, entry.lengths, entry.device)
         build = peers.load(entry.name) if entry.peer else Subject
         self.contestant: peers.Contestant = build(self.inputs, entry.name)
+        self._release()
 
     def check(self, path: str, direction: str, repeat: bool) -> Verdict:
         """Hold it against the oracle's answer in ``path``; with ``repeat``, also against a second run of itself."""
@@ -60,6 +64,8 @@ class Host:
         if repeat and self.contestant.repeatable:
             differ = same_bits(first, self._run(direction, d_out))
             verdict.problems += [f"{name}: differs between two runs on the same inputs" for name in differ]
+        del first, d_out
+        self._release()
         return verdict
 
     def warm_up(self, direction: str, cap_s: float) -> float:
@@ -94,6 +100,7 @@ class Host:
             with torch.no_grad():
                 self.contestant.negated.neg_()
             self._sign["forward"] = 1.0
+        self._release()
         return verdict
 
     def clock(self) -> dict[str, Any]:
@@ -102,6 +109,11 @@ class Host:
             return {}
         clocks = sorted(self._timer.sm_clocks_mhz)
         return {"sm_clock_mhz": clocks[len(clocks) // 2], "slowdowns": sorted(self._timer.slowdowns)}
+
+    def _release(self) -> None:
+        """Give back device memory that torch keeps for reuse: the others of the case live on the same card."""
+        if self._entry.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _need(self, direction: str) -> None:
         if direction == "backward" and self.contestant.no_backward:

@@ -58,8 +58,8 @@ def start_server(preload: list[str] | None = None) -> None:
     _CONTEXT.set_forkserver_preload(PRELOAD + [name for name in preload or [] if name not in PRELOAD])
     # The server finds modules as this process does (a checkout on sys.path that is not installed included).
     env = {**_SERVER_ENV, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    # A worker that is killed leaves the semaphores that torch's compiler made. multiprocessing's tracker removes them at
-    # the end, which is all right, and says so on the terminal, which is not.
+    # A worker that is killed leaves the semaphores that torch's compiler made. multiprocessing's tracker removes them
+    # at the end, which is all right, and says so on the terminal, which is not.
     warnings = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS", "")]
     env["PYTHONWARNINGS"] = ",".join(part for part in warnings if part)
     with _environment(env), _without_main():
