@@ -31,7 +31,7 @@ from gem.harness.score import (
     useful_work,
 )
 from gem.harness.timing import interleave
-from gem.harness.worker import Worker, WorkerFailure, start_server, stop_all
+from gem.harness.worker import Worker, WorkerFailure, start_server
 
 __all__ = ["RunOptions", "Session", "open_session", "run", "run_case"]
 
@@ -134,9 +134,6 @@ def open_session(options: RunOptions) -> Iterator[Session]:
         session = Session(options, environment.facts(options.device), Path(folder))
         try:
             yield session
-        except BaseException:
-            stop_all()  # at once: on Ctrl-C nobody waits for a turn to end
-            raise
         finally:
             session.close()
 

@@ -208,8 +208,11 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:  # on Ctrl-C nobody waits for a contestant to finish its turn
+            self.kill()
 
 
 # ---- in the worker

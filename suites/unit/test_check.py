@@ -219,6 +219,8 @@ def test_a_bad_plain_run_widens_nothing_beyond_the_absolute_bound():
         allowed = check._allowed("out", Answer([0], 1, exact, {"out": bad}), torch.float16)
         assert allowed == pytest.approx(check.BOUND[torch.float16] * 100.0)
     assert check._allowed("out", Answer([0], 1, exact, {"out": 0.0}), torch.float16) == pytest.approx(0.2)
+    # The rule itself: twice the plain run's error plus the floor of the dtype.
+    assert check._allowed("out", Answer([0], 1, exact, {"out": 0.3}), torch.float16) == pytest.approx(0.6 + 0.2)
 
 
 def test_same_bits_sees_the_last_bit_and_the_sign_of_zero():
@@ -239,6 +241,7 @@ def test_same_bits_sees_the_last_bit_and_the_sign_of_zero():
         ("gdpa", GdpaParams(heads=2, head_dim=16, activation="silu", out_scale=0.5), PMA),
         ("block_attention", BlockAttentionParams(heads=2, head_dim=16, block=4), SELF),
         ("jagged_attention", JaggedAttentionParams(heads=2, head_dim=16, nested=True), lengths([5, 1, 9], [4, 2, 7])),
+        ("gdpa", GdpaParams(heads=2, head_dim=16, nested=True), PMA),
         ("gdpa", GdpaParams(heads=2, head_dim=16, dtype="bfloat16"), SELF),
         ("gdpa", GdpaParams(heads=2, head_dim=16, dtype="float64", layout="strided"), CROSS),
     ],

@@ -40,6 +40,8 @@ CASES = {
     "causal": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), SELF),
     "cross": ("jagged_attention", JaggedAttentionParams(**SMALL), CROSS),
     "cross_causal": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), CROSS),
+    # Queries that see no key in the sample whose keys are the longest: there is no padding to look at.
+    "blind": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), lengths([9, 4], [5, 3])),
     "cross_window": ("jagged_attention", JaggedAttentionParams(**SMALL, window=(16, 4)), CROSS),
     "dense_bias": ("jagged_attention", JaggedAttentionParams(**SMALL, bias="dense", causal=True), CROSS),
     "position_bias": ("jagged_attention", JaggedAttentionParams(**SMALL, bias="position"), SELF),
@@ -57,6 +59,7 @@ REFUSALS = {
     ("sdpa_padded", "empty"): "no queries or no keys",
     ("nested", "causal"): "no causal mask on the CPU",
     ("nested", "cross_causal"): "no causal mask on the CPU",
+    ("nested", "blind"): "no causal mask on the CPU",
     ("nested", "cross_window"): "no window",
     ("nested", "dense_bias"): "takes no dense bias",
     ("nested", "position_bias"): "takes no position bias",

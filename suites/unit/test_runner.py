@@ -118,6 +118,17 @@ class Cached(SdpaPadded):
         return self.kept
 
 
+class Unrepeatable(SdpaPadded):
+    """Promises the same bits and gives others, all of them good."""
+
+    repeatable = True
+    calls = 0
+
+    def forward(self):
+        self.calls += 1
+        return super().forward() * (1 + 2e-7 * self.calls)
+
+
 class DiesWhileTimed(SdpaPadded):
     """Killed for memory after some calls."""
 
@@ -161,7 +172,7 @@ def pick(rows, impl, direction="forward", metric=None):
 
 
 def test_every_fault_is_a_row_and_only_the_right_ones_are_compared(faulty):
-    everyone = ["sdpa_padded", *FAULTS, "torch_varlen"]
+    everyone = ["sdpa_padded", *(name for name in FAULTS if name != "unrepeatable"), "torch_varlen"]
     case = make_case(kind="throughput", directions=["forward"], peers=everyone, timeout_s=4.0)
     rows = run_one(case)
     ms = {name: pick(rows, name, metric="ms")[0] for name in ["torch", *everyone]}
@@ -202,6 +213,11 @@ def test_a_wrong_gradient_fails_backward_alone(faulty):
     (backward,) = pick(rows, "wronggradient", "backward")
     assert backward.status == "fail" and "dq: error" in backward.reason and "above" in backward.reason
     assert all(r.status == "pass" for r in rows if r.impl == "torch")
+
+
+def test_promised_repeatability_is_checked(faulty):
+    (row,) = run_one(make_case(directions=["forward"], peers=["unrepeatable"], impls=[]))
+    assert row.status == "fail" and row.reason == "out: differs between two runs on the same inputs"
 
 
 def test_correctness_rows_are_right_and_cheap():

@@ -147,7 +147,7 @@ def test_timer_measures_the_call_alone():
 
     samples = timer.time(call, before, 3)
     assert calls == ["before", "call"] * 3
-    assert all(5.0 <= ms < 9.0 for ms in samples)
+    assert all(ms >= 5.0 for ms in samples) and min(samples) < 9.0  # with what comes before it would be 15
 
 
 def test_timer_flushes_before_every_call(monkeypatch):
@@ -159,12 +159,13 @@ def test_timer_flushes_before_every_call(monkeypatch):
     assert events == ["flush", "call", "flush", "call"]
 
 
-def test_warm_up_goes_on_while_the_call_gets_faster():
-    """A contestant that compiles or tunes on its first calls: 40, 39, 38 … ms down to 4, where it stays."""
+def test_warm_up_goes_on_while_the_call_gets_faster(monkeypatch):
+    """A contestant that compiles or tunes on its first calls: 40, 34, 28 … ms down to 4, where it stays."""
     timer = Timer("cpu")
-    waits = itertools.chain((x / 1e3 for x in range(40, 4, -6)), itertools.repeat(0.004))
-    assert timer.warm_up(lambda: time.sleep(next(waits)), cap_s=5.0) == pytest.approx(4.0, rel=0.15)
-    assert 2 <= timer.calls <= 3  # a turn is some 10 ms of work
+    scripted = itertools.chain(range(40, 4, -6), itertools.repeat(4.0))
+    monkeypatch.setattr(timer, "time", lambda call, before, calls: [next(scripted) for _ in range(calls)])
+    assert timer.warm_up(lambda: None, cap_s=60.0) == 4.0
+    assert timer.calls == 3  # a turn is some 10 ms of work
 
 
 def test_warm_up_ends_for_one_that_never_settles():

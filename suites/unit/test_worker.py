@@ -204,6 +204,20 @@ def test_output_never_reaches_the_terminal(worker, capfd):
     assert out == "" and err == ""
 
 
+def test_leaving_by_an_exception_does_not_wait_for_a_busy_worker(worker):
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), Worker("victim", "test_worker:Victim") as one:
+        one.call("add", 1, 1, timeout_s=10)
+        one._conn.send(("hang", ()))
+        raise KeyboardInterrupt
+    assert time.perf_counter() - start < 0.8 and gone([one.pid])
+
+
+def test_ctrl_c_is_the_parents_affair(worker):
+    os.kill(worker.pid, signal.SIGINT)
+    assert worker.call("add", 1, 1, timeout_s=10) == 2
+
+
 def test_start_is_fast_and_does_not_import_main(worker):
     assert worker.call("has_main_of_parent", timeout_s=10) is False
     start = time.perf_counter()
@@ -237,10 +251,11 @@ PARENT = """
     ],
     ids=["exit", "exception", "ctrl-c", "terminated", "killed"],
 )
-def test_no_worker_outlives_its_parent(end, send):
-    # A script without a __main__ guard: the natural way to call the harness from a notebook or a one-off.
-    script = textwrap.dedent(PARENT).format(here=HERE, root=str(Path(HERE).parents[1]), end=end)
-    command = [sys.executable, "-c", script]
+def test_no_worker_outlives_its_parent(end, send, tmp_path):
+    # A script without a __main__ guard: the natural way to call the harness in a one-off. Workers must not import it.
+    script = tmp_path / "one_off.py"
+    script.write_text(textwrap.dedent(PARENT).format(here=HERE, root=str(Path(HERE).parents[1]), end=end))
+    command = [sys.executable, str(script)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
