@@ -23,6 +23,7 @@ Paths = Annotated[
     list[str] | None, typer.Argument(metavar="[PATHS]...", help="Suites: files, directories, FILE::case.")
 ]
 Expression = Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only ids that match, as in pytest -k.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show passing checks one by one too.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
 
 
@@ -76,11 +77,12 @@ def doctor(paths: Paths = None, device: Device = "auto") -> None:
 def report(
     document: Annotated[Path, typer.Argument(metavar="DOC.json", help="A document written by gem run --json.")],
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Show a saved results document, and write its HTML report."""
     from gem.harness.results import read_document
 
-    _show(read_document(document), None, html)
+    _show(read_document(document), None, html, verbose)
 
 
 @app.command()
@@ -96,12 +98,16 @@ def run(
     column: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="User (or length) column of --lengths: name, or number from 1.")
     ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="Format of --lengths where it cannot be told.")
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples a batch instead of the fixture's.")
     ] = None,
     peers: Annotated[str | None, typer.Option(metavar="A,B|none", help="Compare with these instead.")] = None,
     device: Device = "auto",
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Timing budget a case and direction.")] = 3.0,
+    verbose: Verbose = False,
 ) -> None:
     """Run the declared cases: check every contestant against the oracle, then time them in turns.
 
@@ -115,6 +121,8 @@ def run(
         raise RequestError(f"--budget {budget:g}; accepted: seconds above 0")
     if column is not None and lengths is None:
         raise RequestError(f"--column {column!r} without --lengths; accepted: the column of a --lengths FILE")
+    if log_format is not None and lengths is None:
+        raise RequestError(f"--format {log_format!r} without --lengths; accepted: the format of a --lengths FILE")
     chosen_peers = _peers(peers)
     for target in (json, html):
         _check_writable(target)
@@ -123,7 +131,7 @@ def run(
     if environment.version("torch") is None:
         raise RequestError("torch is not installed; accepted: torch >= 2.11 (pip install torch)")
     errors = table.make_console(stderr=True)
-    log = _read_lengths(lengths, column, errors) if lengths is not None else None
+    log = _read_lengths(lengths, column, log_format, errors) if lengths is not None else None
 
     from gem.harness.progress import LiveProgress
     from gem.harness.runner import RunOptions
@@ -141,11 +149,11 @@ def run(
     if interrupted:
         document.request["interrupted"] = True
         errors.print(f"gem: interrupted: {len(progress.finished)} of {len(cases)} cases finished")
-    summary = _show(document, json, html, None if interrupted else [case.id for case in cases])
+    summary = _show(document, json, html, verbose, None if interrupted else [case.id for case in cases])
     raise typer.Exit(EXIT_INTERRUPTED if interrupted else summary.exit_code)
 
 
-def _show(document: Any, json: Path | None, html: Path | None, selected: list[str] | None = None) -> Any:
+def _show(document: Any, json: Path | None, html: Path | None, verbose: bool, selected: list[str] | None = None) -> Any:
     """Write the files, print the table, and return the summary. The files first: a closed pipe must not cost them."""
     from gem.harness import table
     from gem.harness.results import write_document
@@ -159,8 +167,8 @@ def _show(document: Any, json: Path | None, html: Path | None, selected: list[st
         write_report(document, html)
     summary = table.summarise(document, selected)
     console.print(table.machine_text(document))
-    if document.rows:
-        console.print(table.results_table(document))
+    for part in table.results_tables(document, verbose):
+        console.print(part)
     for target in (json, html):
         if target is not None:
             console.print(f"wrote {target}")
@@ -204,12 +212,13 @@ def _check_writable(target: Path | None) -> None:
         raise RequestError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
-def _read_lengths(file: Path, column: str | None, console: Any) -> Any:
+def _read_lengths(file: Path, column: str | None, log_format: str | None, console: Any) -> Any:
     from gem.data.logs import read_lengths
     from gem.harness.progress import ReadProgress
 
     with ReadProgress(str(file), console) as progress:
-        log = read_lengths(file, column=int(column) if column and column.isdigit() else column, progress=progress)
+        chosen = int(column) if column and column.isdigit() else column
+        log = read_lengths(file, format=log_format, column=chosen, progress=progress)
     console.print(log.source)
     return log
 

@@ -96,13 +96,15 @@ def params_text(case: Case) -> str:
 class Line:
     """One contestant in one direction of one case: the row of the results table."""
 
-    case_id: str
+    suite: str
+    case: str
     impl: str
     direction: str
     values: dict[str, float | None] = field(default_factory=dict)  # metric → value
     samples: list[float] = field(default_factory=list)  # ms
     statuses: list[Status] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # the reasons but those of a passing check
 
     @property
     def status(self) -> Status:
@@ -117,11 +119,14 @@ class Line:
             self.samples = row.samples
         if row.reason and row.reason not in self.reasons:
             self.reasons.append(row.reason)
+            if not (row.metric == "max_error" and row.status == "pass"):
+                self.remarks.append(row.reason)
 
     def drop(self, reason: str) -> None:
         """Forget a reason that another line of the table tells."""
-        if reason in self.reasons:
-            self.reasons.remove(reason)
+        for told in (self.reasons, self.remarks):
+            if reason in told:
+                told.remove(reason)
 
     @property
     def ms(self) -> str:
@@ -138,15 +143,15 @@ class Line:
 
 def lines_of(rows: list[Row]) -> list[Line]:
     """The lines of the results table, in the order of the rows. Every row is in one: nothing is left out."""
-    lines: dict[tuple[str, str, str], Line] = {}
+    lines: dict[tuple[str, str, str, str], Line] = {}
     for row in rows:
-        key = (row.case_id, row.impl, row.direction)
+        key = (row.suite, row.case, row.impl, row.direction)
         lines.setdefault(key, Line(*key)).add(row)
     for row in rows:
         # Why a peer has no ratio stands in the peer's own line; repeated in each contestant's it would fill the page.
-        peer = lines.get((row.case_id, row.metric.removeprefix(RATIO_PREFIX), row.direction))
+        peer = lines.get((row.suite, row.case, row.metric.removeprefix(RATIO_PREFIX), row.direction))
         if row.metric.startswith(RATIO_PREFIX) and row.status == "skipped" and peer is not None and peer.reasons:
-            lines[row.case_id, row.impl, row.direction].drop(row.reason)
+            lines[row.suite, row.case, row.impl, row.direction].drop(row.reason)
     return list(lines.values())
 
 
@@ -163,35 +168,76 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{rounded:,.{decimals}f}"
 
 
-def results_table(document: Document) -> Table:
-    """Case × contestant × direction, with the failing, skipped, out-of-memory and erroneous ones among them."""
-    lines = lines_of(document.rows)
+def results_tables(document: Document, verbose: bool = False) -> list[Table | str]:
+    """One table a suite: case × contestant × direction, the failing, skipped and erroneous ones among them.
+
+    Unless ``verbose``, cases that only check correctness and pass are one line of text a suite, and what a passing
+    check has to say (its worst tensor, the bound) stays in the document.
+    """
+    suites: dict[str, list[Line]] = {}
+    for line in lines_of(document.rows):
+        suites.setdefault(line.suite, []).append(line)
+    shown: list[Table | str] = []
+    for suite, lines in suites.items():
+        quiet = set() if verbose else _quiet_cases(lines)
+        if quiet:
+            shown.append(_quiet_text(suite, lines, quiet))
+        rest = [line for line in lines if line.case not in quiet]
+        if rest:
+            shown.append(_suite_table(suite, rest, verbose))
+    return shown
+
+
+def _quiet_cases(lines: list[Line]) -> set[str]:
+    """Cases in which nothing was timed or expected, and everything passed."""
+    loud = {line.case for line in lines if line.status != "pass" or not set(line.values) <= {"max_error"}}
+    return {line.case for line in lines} - loud
+
+
+def _quiet_text(suite: str, lines: list[Line], quiet: set[str]) -> str:
+    checked = [line for line in lines if line.case in quiet]
+    impls = ", ".join(dict.fromkeys(line.impl for line in checked))
+    s = "s" * (len(quiet) > 1)
+    return f"{suite}: {len(quiet)} case{s} right within the oracle's bounds ({impls}; {len(checked)} checks)"
+
+
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+def _suite_table(suite: str, lines: list[Line], verbose: bool) -> Table:
     ratios = list(dict.fromkeys(m for line in lines for m in line.values if m.startswith(RATIO_PREFIX)))
     known = {"ms", "tflops", "gbps", "roofline", "max_error", ""}
     others = list(dict.fromkeys(m for line in lines for m in line.values if m not in known and m not in ratios))
-    ratio_heads = [f"× {ratio.removeprefix(RATIO_PREFIX)}" for ratio in ratios]
-    numeric = ("ms", "TFLOP/s", "roofline", *ratio_heads, "max error", *others)
-    table = _table("", "case", "contestant", "direction", *numeric, "status", "reason", right=numeric)
+    timed = any("ms" in line.values for line in lines)
+    factor, unit = flops_unit(lines)
+    heads = [f"× {ratio.removeprefix(RATIO_PREFIX)}" for ratio in ratios]
+    numeric = (*(("ms", unit, "roofline") if timed else ()), *heads, "max error", *others)
+    table = _table(suite, "case", "contestant", "dir", *numeric, "status", "notes", right=numeric)
     previous = ""
     for line in lines:
-        if previous and previous != line.case_id:
+        if previous and previous != line.case:
             table.add_section()
-        share = line.values.get("roofline")
+        share, flops = line.values.get("roofline"), line.values.get("tflops")
+        timing = (line.ms, number(flops and flops * factor), "" if share is None else f"{share:.0%}")
         table.add_row(
-            line.case_id if line.case_id != previous else "",
+            line.case if line.case != previous else "",
             Text(line.impl, style="dim" if line.impl in PEERS else ""),
-            line.direction,
-            line.ms,
-            number(line.values.get("tflops")),
-            "" if share is None else f"{share:.1%}",
+            _SHORT.get(line.direction, line.direction),
+            *(timing if timed else ()),
             *(number(line.values.get(ratio)) for ratio in ratios),
             number(line.values.get("max_error"), digits=2),
             *(number(line.values.get(metric)) for metric in others),
             Text(line.status, style=STYLES[line.status]),
-            "; ".join(line.reasons),
+            "; ".join(line.reasons if verbose or line.status != "pass" else line.remarks),
         )
-        previous = line.case_id
+        previous = line.case
     return table
+
+
+def flops_unit(lines: list[Line]) -> tuple[float, str]:
+    """(factor, unit) in which the fastest of the lines has at least one figure before the point."""
+    fastest = max((line.values.get("tflops") or 0.0 for line in lines), default=0.0)
+    return (1.0, "TFLOP/s") if fastest >= 1 else (1000.0, "GFLOP/s")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gem.cli import main
 from gem.harness.events import Event
 from gem.harness.progress import LiveProgress, ReadProgress
 from gem.harness.results import Document, Row, read_document
-from gem.harness.table import Line, lines_of, number, results_table, summarise
+from gem.harness.table import Line, lines_of, number, results_tables, summarise
 
 ROOT = Path(gem.__file__).resolve().parents[1]
 SUITE = """
@@ -229,7 +229,7 @@ def test_run_shows_everything_and_writes_the_files(
     module = runner(ROWS)
     assert call("run", "s.toml", "--json", "out/r.json", "--html", "out/r.html") == 0
     out, err = capsys.readouterr()
-    for text in ("1.00 ± 0.20", "0.123", "81.2%", "2.50", "2.5e-07", "× flex", "oom", "out of memory: [malloc] failed"):
+    for text in ("1.00 ± 0.20", "123", "81%", "2.50", "2.5e-07", "× flex", "oom", "out of memory: [malloc] failed"):
         assert text in out
     assert "needs cuda:sm990: no GPU" in out and "Z80, 1 threads" in out
     assert out.rstrip().endswith("1 passed, 0 failed, 0 errored, 1 skipped; 1 of the peers' rows failed or errored")
@@ -358,7 +358,7 @@ def test_no_row_is_left_out_of_the_table() -> None:
         ("flex", "backward", "oom"),
         ("", "", "skipped"),
     ]
-    mixed = Line("s::a", "torch", "forward")
+    mixed = Line("s", "a", "torch", "forward")
     for one in (
         row(reason="noisy"),
         row(metric="roofline", status="fail", reason="expected >= 0.9"),
@@ -379,11 +379,34 @@ def test_why_a_peer_has_no_ratio_is_told_once() -> None:
     assert lines_of([row(), missed, peer])[0].reasons == ["no ratio: flex skipped: no compiler"]
 
 
-def test_a_metric_of_its_own_gets_a_column() -> None:
+def shown(rows: list[Row], verbose: bool = False) -> str:
     out = io.StringIO()
-    table = results_table(Document(rows=[row(metric="qps", value=1234.0)]))
-    Console(file=out, width=200).print(table)
-    assert "qps" in out.getvalue() and "1,230" in out.getvalue()
+    for part in results_tables(Document(rows=rows), verbose):
+        Console(file=out, width=200).print(part)
+    return out.getvalue()
+
+
+def test_a_metric_of_its_own_gets_a_column() -> None:
+    text = shown([row(metric="qps", value=1234.0)])
+    assert "qps" in text and "1,230" in text
+
+
+def test_passing_checks_are_one_line_and_failing_ones_are_all_there() -> None:
+    right = [row(case=f"c{i}", metric="max_error", value=1e-7, reason="out 1e-07, allowed 4e-06") for i in range(3)]
+    wrong = row(case="bad", metric="max_error", value=2.0, status="fail", reason="dk 2, allowed 4e-06")
+    text = shown([*right, wrong])
+    assert "3 cases right" in text and "c1" not in text
+    assert "bad" in text and "dk 2, allowed 4e-06" in text
+    assert "c1" in shown([*right, wrong], verbose=True)
+    timed = shown([right[0], row(case="c0", value=2.0, reason="few samples")])
+    assert "c0" in timed and "few samples" in timed and "allowed" not in timed
+
+
+def test_small_rates_are_shown_in_gigaflops() -> None:
+    assert "GFLOP/s" in shown([row(), row(metric="tflops", value=0.117)]) and "117" in shown(
+        [row(), row(metric="tflops", value=0.117)]
+    )
+    assert "TFLOP/s" in shown([row(), row(metric="tflops", value=0.117), row(case="b", metric="tflops", value=12.0)])
 
 
 def test_a_failing_peer_is_counted_but_not_as_the_case() -> None:

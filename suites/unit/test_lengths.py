@@ -37,6 +37,7 @@ DRAWN = {
     "cpu_pma_q64": "5261b8370513299e",
     "cpu_self_longtail": "7603a5c826f38490",
     "cpu_self_s050": "efcc0f9be7f0ec46",
+    "cpu_self_short": "67900f45bb174acb",
     "cpu_self_window64": "7603a5c826f38490",
     "cpu_user_correlated": "e9bb3eb4bd75118d",
     "cross_short_kv": "1d49b134c825d6b9",

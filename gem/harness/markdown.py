@@ -1,0 +1,82 @@
+"""Results as Markdown: the tables of README and docs are made from committed documents, never written by hand.
+
+A page says where a table goes by a pair of comments, ``<!-- table: ci/measured/cpu/throughput.json -->`` and
+``<!-- /table -->``; ``python -m gem.harness.markdown README.md`` fills what lies between them.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from gem.errors import RequestError
+from gem.harness.names import PEERS, RATIO_PREFIX
+from gem.harness.results import Document, read_document, write_text
+from gem.harness.table import Line, flops_unit, lines_of, machine_text, number
+
+_BLOCK = re.compile(r"(<!-- table: (?P<source>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+def render_markdown(document: Document) -> str:
+    """The timed cases of a document, one line a case, implementation and direction; ratios > 1: faster than the peer.
+
+    A ratio that does not exist has its reason below the table. So has every case and contestant that failed, errored or
+    was skipped: nothing is left out.
+    """
+    lines = lines_of(document.rows)
+    own = [line for line in lines if line.impl and line.impl not in PEERS and "ms" in line.values]
+    peers = list(dict.fromkeys(m for line in own for m in line.values if m.startswith(RATIO_PREFIX)))
+    factor, unit = flops_unit(own)
+    head = ["case", "", "ms", unit, "of roofline", *(f"× {peer.removeprefix(RATIO_PREFIX)}" for peer in peers), "check"]
+    rows = [_cells(line, peers, factor) for line in own]
+    table = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"], *rows]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    return f"{machine_text(document)}\n\n{text}\n{_footnotes(lines)}"
+
+
+def _cells(line: Line, peers: list[str], factor: float) -> list[str]:
+    share, flops = line.values.get("roofline"), line.values.get("tflops")
+    subject = Path(line.suite).stem
+    return [
+        f"{subject} {line.case}",
+        f"{line.impl} {_SHORT.get(line.direction, line.direction)}",
+        line.ms,
+        number(flops and flops * factor),
+        "" if share is None else f"{share:.0%}",
+        *(number(line.values.get(peer)) or ("–" if peer in line.values else "") for peer in peers),
+        "right" if line.status == "pass" else line.status,
+    ]
+
+
+def _footnotes(lines: list[Line]) -> str:
+    """What failed or was skipped, one line a reason."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if line.status != "pass":
+            who = f"{line.impl} " if line.impl else ""
+            where = f"{Path(line.suite).stem} {line.case} {_SHORT.get(line.direction, line.direction)}".strip()
+            told.setdefault((f"{who}{line.status}", "; ".join(line.reasons)), []).append(where)
+    notes = [f"- {what}: {reason or 'no reason given'} ({', '.join(where)})" for (what, reason), where in told.items()]
+    return "\n" + "\n".join(notes) + "\n" if notes else ""
+
+
+def fill(page: Path) -> str:
+    """The text of a page with its tables made anew from their documents (paths from the page's directory)."""
+
+    def table(match: re.Match[str]) -> str:
+        document = read_document(page.parent / match["source"])
+        return f"{match[1]}{render_markdown(document)}{match[3]}"
+
+    return _BLOCK.sub(table, page.read_text(encoding="utf-8"))
+
+
+def main(pages: list[str]) -> None:
+    """Fill the tables of the pages named."""
+    if not pages:
+        raise RequestError("no page; accepted: python -m gem.harness.markdown README.md ...")
+    for page in map(Path, pages):
+        write_text(page, fill(page))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
