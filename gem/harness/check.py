@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gem.data.lengths import Lengths
 from gem.harness.params import SubjectParams
-from gem.harness.subjects import GARBAGE, Inputs, build_inputs, run_reference
+from gem.harness.subjects import GARBAGE, Inputs, build_inputs, one_sample, run_reference
 
 # Relative to max(1, max |oracle|). The floor allows for roundings that cancel exactly in the plain run alone, as in the
 # softmax gradient of a sample with a single key; the bound is what no sound implementation of that dtype exceeds.
@@ -31,7 +31,7 @@ FLOOR = {torch.float64: 2e-14, torch.float32: 3e-6, torch.float16: 2e-3, torch.b
 BOUND = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 MAX_SAMPLES = 64  # the oracle is a loop over samples
 SCORES_CPU = 6_000_000  # scores (heads * queries * keys) that the oracle may hold: some 0.5 s on two cores
-SCORE_BYTES = 512  # what a score costs the oracle in memory, forward and backward: eight bytes in some tens of tensors
+SCORE_BYTES = 512  # what a score of one sample costs the oracle in memory: eight bytes in some tens of tensors
 
 
 def choose_samples(lengths: Lengths, heads: int, scores: int, seed: int = 0, limit: int = MAX_SAMPLES) -> list[int]:
@@ -122,23 +122,34 @@ def make_answer(inputs: Inputs, computes: str, samples: list[int], directions: l
 def _run(
     inputs: Inputs, computes: str, dtype: torch.dtype, samples: list[int], directions: list[str]
 ) -> dict[str, Tensor]:
-    with torch.set_grad_enabled("backward" in directions):
-        out = run_reference(inputs, computes, dtype, samples)
-    found = {"out": out.detach()}
-    if "backward" in directions:
-        leaves = {name: leaf for name, leaf in inputs.leaves.items() if computes == "same" or name != "bias"}
-        if out.requires_grad:
-            d_out = masked_d_out(inputs, samples).to(out.dtype)
-            grads = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True)
-        else:  # an empty batch: nothing depends on anything
-            grads = [None] * len(leaves)
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            found[name] = torch.zeros_like(leaf) if grad is None else grad
-    picked = {}
-    for name, tensor in found.items():
-        rows = rows_of(inputs, name, samples)
-        picked[name] = (tensor if rows is None else tensor[rows]).double()
-    return picked
+    """Sample by sample: the time and memory of the samples that are checked, however large the batch."""
+    backward = "backward" in directions
+    names = [name for name in inputs.leaves if computes == "same" or name != "bias"] if backward else []
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("out", *names)}
+    shared = {
+        name: torch.zeros_like(inputs.leaves[name], dtype=torch.float64, requires_grad=False)
+        for name in names
+        if rows_of(inputs, name, []) is None
+    }
+    for sample in samples:
+        one = one_sample(inputs, sample, dtype)
+        with torch.set_grad_enabled(backward):
+            out = run_reference(one, computes)
+        parts["out"].append(out.detach().double())
+        grads = [None] * len(names)
+        if out.requires_grad:  # not where the sample is empty
+            grads = torch.autograd.grad(out, [one.leaves[name] for name in names], one.d_out, allow_unused=True)
+        for name, grad in zip(names, grads, strict=True):
+            grad = torch.zeros_like(one.leaves[name]) if grad is None else grad
+            if name not in shared:
+                parts[name].append(grad.double())
+            elif grad.shape == shared[name].shape:
+                shared[name] += grad.double()
+            else:  # a bias that has a part for each sample
+                shared[name][sample] += grad[0].double()
+    shapes = {name: (0, *inputs.d_out.shape[1:]) for name in parts if name not in shared}
+    empty = {name: torch.zeros(shape, dtype=torch.float64, device=inputs.device) for name, shape in shapes.items()}
+    return {name: shared[name] if name in shared else torch.cat([empty[name], *parts[name]]) for name in parts}
 
 
 def _distance(x: Tensor, exact: Tensor) -> float:

@@ -150,13 +150,47 @@ def rope_tables(max_len: int, head_dim: int, device: str, dtype: torch.dtype) ->
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def run_reference(inputs: Inputs, computes: str, compute_dtype: torch.dtype, samples: list[int]) -> Tensor:
-    """The oracle on some samples. ``computes``: "same" = the subject itself, "softmax" = softmax on its q, k, v.
+def one_sample(inputs: Inputs, sample: int, dtype: torch.dtype) -> Inputs:
+    """Sample number ``sample`` as a batch of its own in ``dtype``: rows, bias and leaves. Shared tensors stay whole.
 
-    Returns [T, H, D] rows of the output in ``compute_dtype``, differentiable.
+    The leaves are new, so that gradients come in ``dtype`` and cost what one sample costs, not what the batch does.
+    """
+    lengths = inputs.lengths.take([sample], "one sample")
+    (q0, q1), (k0, k1) = (tuple(int(x) for x in edges[sample : sample + 2]) for edges in _edges(inputs.lengths))
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(dtype).requires_grad_()
+
+    q = leaf(inputs.q if inputs.shared_queries else inputs.q[q0:q1])
+    k, v = leaf(inputs.k[k0:k1]), leaf(inputs.v[k0:k1])
+    leaves = {"q": q, "k": k, "v": v}
+    bias = inputs.bias
+    if isinstance(bias, Tensor):
+        bias = leaves["bias"] = leaf(bias[sample : sample + 1] if bias.shape[0] > 1 else bias)
+    elif isinstance(bias, PositionBias):
+        leaves["bias"] = leaf(bias.table)
+        bias = PositionBias(leaves["bias"], bias.boundaries)
+    elif isinstance(bias, TimeBias):
+        leaves["bias"] = leaf(bias.table)
+        bias = TimeBias(leaves["bias"], bias.q_times[q0:q1], bias.k_times[k0:k1], bias.boundaries)
+    q_offsets, k_offsets = (torch.tensor([0, n], device=inputs.device) for n in (q1 - q0, k1 - k0))
+    return Inputs(
+        inputs.subject, inputs.params, lengths, inputs.device, q, k, v, q_offsets, k_offsets,
+        inputs.d_out[q0:q1].to(dtype), inputs.shared_queries, bias, inputs.rope, leaves,
+    )  # fmt: skip
+
+
+def _edges(lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
+    return lengths.offsets_q(), lengths.offsets_k()
+
+
+def run_reference(inputs: Inputs, computes: str) -> Tensor:
+    """The oracle in the inputs' dtype. ``computes``: "same" = the subject itself, "softmax" = softmax on its q, k, v.
+
+    Returns the output's rows [T, H, D], differentiable.
     """
     causal, window = inputs.mask
-    how: dict[str, Any] = {"compute_dtype": compute_dtype, "samples": samples}
+    how: dict[str, Any] = {"compute_dtype": inputs.dtype}
     q, k, v, q_offsets, k_offsets = inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.k_offsets
     params = inputs.params
     if isinstance(params, GdpaParams):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gem import reference
 from gem.data.lengths import Lengths
 from gem.harness import check
 from gem.harness.check import Answer, choose_samples, compare, make_answer, masked_d_out, same_bits
@@ -111,10 +112,29 @@ def test_answer_of_checked_samples_is_right_and_ignores_the_others():
         out, weights = softmax_by_hand(q, k, v, 8**-0.5)
         expected_out.append(out)
         expected_dv.append(np.einsum("hqk,qhd->khd", weights, d_out))
-    np.testing.assert_allclose(answer.tensors["out"].numpy(), np.concatenate(expected_out), atol=1e-12)
-    np.testing.assert_allclose(answer.tensors["v"].numpy(), np.concatenate(expected_dv), atol=1e-12)
+    np.testing.assert_allclose(answer.tensors["out"].numpy(), np.concatenate(expected_out), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(answer.tensors["v"].numpy(), np.concatenate(expected_dv), rtol=0, atol=1e-13)
     # The plain run is a float32 one: wrong by roundings, not exact and not garbage.
     assert all(1e-9 < error < 1e-5 for error in answer.plain_error.values())
+
+
+@pytest.mark.parametrize("bias", ["dense", "dense_broadcast", "position", "time"])
+def test_answer_on_some_samples_is_the_oracles_own_on_a_masked_gradient(bias):
+    """The answer is made sample by sample; the oracle on the whole batch, told which samples, must say the same."""
+    params = JaggedAttentionParams(heads=2, head_dim=8, bias=bias, dtype="float64", causal=True)
+    inputs = build_inputs("jagged_attention", params, CROSS, "cpu")
+    samples = [0, 1, 3]
+    answer = make_answer(inputs, "same", samples, ["forward", "backward"])
+    out = reference.jagged_attention(
+        inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.k_offsets, causal=True, bias=inputs.bias, samples=samples
+    )
+    grads = torch.autograd.grad(out, list(inputs.leaves.values()), masked_d_out(inputs, samples))
+    whole = {"out": out, **dict(zip(inputs.leaves, grads, strict=True))}
+    assert set(answer.tensors) == set(whole)
+    for name, exact in answer.tensors.items():
+        rows = check.rows_of(inputs, name, samples)
+        torch.testing.assert_close(exact, whole[name] if rows is None else whole[name][rows], rtol=0, atol=1e-13)
+    assert all(error == 0 for error in answer.plain_error.values())  # float64 inputs: the plain run is the oracle
 
 
 def test_gradient_of_the_output_is_zero_outside_the_checked_samples():

@@ -17,15 +17,13 @@ import torch
 from gem.data.lengths import load_profile
 from gem.data.logs import LogLengths
 from gem.errors import RequestError
-from gem.harness import ceilings, names, runner, score
+from gem.harness import bench, names, runner, session
 from gem.harness import peers as public_kernels
 from gem.harness.case import Case
 from gem.harness.contestant import Host
-from gem.harness.params import SUBJECTS, GdpaParams
+from gem.harness.params import SUBJECTS
 from gem.harness.peer_padded import SdpaPadded
 from gem.harness.runner import RunOptions, open_session, run, run_case
-from gem.harness.score import Outcome, Work, apply_expectations, throughput_rows, useful_work
-from gem.harness.timing import summarize
 
 SMALL: dict[str, Any] = {"heads": 2, "head_dim": 16}
 
@@ -155,7 +153,7 @@ class FaultyHost(Host):
 @pytest.fixture
 def faulty(monkeypatch):
     """Makes the stand-ins peers, here and in the workers."""
-    monkeypatch.setattr(runner, "HOST", "test_runner:FaultyHost")
+    monkeypatch.setattr(bench, "HOST", "test_runner:FaultyHost")
     for name in FAULTS:
         monkeypatch.setitem(names.PEERS, name, names.Peer("a stand-in", None, tuple(SUBJECTS)))
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
@@ -163,8 +161,8 @@ def faulty(monkeypatch):
 
 def run_one(case, step=lambda detail: None):
     options = RunOptions(device="cpu", budget_s=0.05)
-    with open_session(options) as session:
-        return run_case(case, options, session, step)
+    with open_session(options) as opened:
+        return run_case(case, options, opened, step)
 
 
 def pick(rows, impl, direction="forward", metric=None):
@@ -223,11 +221,11 @@ def test_promised_repeatability_is_checked(faulty):
 def test_correctness_rows_are_right_and_cheap():
     """Overhead: the whole way of a tiny case, two workers included, well below the second that it may cost."""
     options = RunOptions(device="cpu")
-    with open_session(options) as session:
-        run_case(make_case(), options, session)  # the server imports torch
+    with open_session(options) as opened:
+        run_case(make_case(), options, opened)  # the server imports torch
         start = time.perf_counter()
         for seed in range(3):
-            rows = run_case(make_case(params={"seed": seed}), options, session)
+            rows = run_case(make_case(params={"seed": seed}), options, opened)
             assert [(r.impl, r.direction, r.metric, r.status) for r in rows] == [
                 ("torch", "forward", "max_error", "pass"),
                 ("torch", "backward", "max_error", "pass"),
@@ -237,7 +235,7 @@ def test_correctness_rows_are_right_and_cheap():
 
 
 def test_a_broken_oracle_passes_nothing(monkeypatch):
-    monkeypatch.setattr(runner, "ORACLE", "builtins:dict")
+    monkeypatch.setattr(session, "ORACLE", "builtins:dict")
     rows = run_one(make_case())
     assert {r.status for r in rows} == {"error"} and len(rows) == 2
     assert all(r.reason.startswith("the oracle: ") for r in rows)
@@ -294,8 +292,8 @@ def test_lengths_of_a_log_replace_the_history_of_every_case():
     assert all(side["total"] == chosen.sum() for side in sides.values())
     assert document.request["lengths"]["users"] == 5 and document.request["batch"] == 4
     # Without --batch: as many users as the profile has samples.
-    with open_session(RunOptions(device="cpu", lengths=log(range(100)))) as session:
-        assert session.lengths(cases[0]).batch == load_profile("one_long").size
+    with open_session(RunOptions(device="cpu", lengths=log(range(100)))) as opened:
+        assert opened.lengths(cases[0]).batch == load_profile("one_long").size
 
 
 def test_peers_asked_for_replace_those_declared():
@@ -344,28 +342,6 @@ def runner_workers():
     return _LIVE
 
 
-# ---- rows from outcomes, without running anything
-
-
-def timed(impl, ms):
-    return Outcome(impl, "forward", max_error=1e-6, error_note="out", timing=summarize([ms] * 7))
-
-
-WORK = {"forward": Work(flops=2e9, n_bytes=1e8, least_ms=4.0)}
-
-
-def test_metrics_by_hand():
-    rows = throughput_rows(make_case(kind="throughput"), [timed("torch", 10.0), timed("flex", 25.0)], WORK)
-    values = {(r.impl, r.metric): r.value for r in rows}
-    assert values["torch", "ms"] == 10.0
-    assert values["torch", "tflops"] == pytest.approx(0.2)  # 2 GFLOP in 10 ms
-    assert values["torch", "gbps"] == pytest.approx(10.0)
-    assert values["torch", "roofline"] == pytest.approx(0.4)
-    assert values["torch", "ratio_to.flex"] == pytest.approx(2.5)  # above 1: gem is faster
-    assert ("flex", "ratio_to.torch") not in values
-    assert {r.better for r in rows if r.metric in ("ms", "max_error")} == {"lower"}
-
-
 def test_without_ceilings_the_roofline_says_why(monkeypatch):
     monkeypatch.setattr(
         runner.Session, "measured", lambda self, dtype: self.helper("c", "builtins:dict").call("x", timeout_s=9)
@@ -374,80 +350,3 @@ def test_without_ceilings_the_roofline_says_why(monkeypatch):
     (roofline,) = pick(rows, "torch", metric="roofline")
     assert (roofline.status, roofline.value) == ("skipped", None) and "no ceilings: AttributeError" in roofline.reason
     assert pick(rows, "torch", metric="ms")[0].status == "pass"
-
-
-def test_a_wrong_subject_gets_no_ratio():
-    wrong = Outcome("torch", "forward", "fail", "out: error 0.3 above 1e-5", max_error=0.3, error_note="bad")
-    rows = throughput_rows(make_case(kind="throughput"), [wrong, timed("flex", 25.0)], WORK)
-    assert [(r.metric, r.status, r.value) for r in rows if r.impl == "torch"] == [
-        ("max_error", "fail", 0.3),
-        ("ms", "fail", None),
-        ("ratio_to.flex", "skipped", None),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("peer", "status", "text"),
-    [
-        (timed("flex", 25.0), "pass", ""),
-        (timed("flex", 15.0), "fail", "expected forward.ratio_to.flex >= 2, is 1.5"),
-        (Outcome("flex", "forward", "skipped", "no compiler"), "skipped", "no ratio"),
-        (Outcome("flex", "forward", "oom", "killed"), "fail", "expected forward.ratio_to.flex >= 2, there is no value"),
-    ],
-)
-def test_expectation_is_kept_broken_or_not_judged(peer, status, text):
-    case = make_case(kind="throughput", peers=["flex"], expect={"forward.ratio_to.flex": ">= 2"})
-    outcomes = [timed("torch", 10.0), peer]
-    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
-    (ratio,) = pick(rows, "torch", metric="ratio_to.flex")
-    assert ratio.status == status and text in ratio.reason
-
-
-def test_expectation_is_judged_by_the_best_implementation():
-    case = make_case(kind="throughput", expect={"forward.roofline": ">= 0.8"})
-    outcomes = [timed("torch", 40.0), timed("triton", 4.5)]  # shares 0.1 and 0.89
-    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
-    assert all(r.status == "pass" for r in rows)
-    outcomes[1] = timed("triton", 6.0)
-    rows = apply_expectations(case, throughput_rows(case, outcomes, WORK), outcomes)
-    assert [(r.impl, r.metric) for r in rows if r.status == "fail"] == [("triton", "roofline")]
-
-
-def test_useful_work_counts_what_the_mask_keeps_and_shared_queries_once():
-    case = make_case(kind="throughput", fixture="more_q_than_k", params={"causal": True})
-    lengths = load_profile("more_q_than_k").draw()
-    pairs = sum(
-        sum(0 <= j <= i + k - q for j in range(k)) for q, k in zip(lengths.q, lengths.k, strict=True) for i in range(q)
-    )
-    assert useful_work(case, lengths, "forward")[0] == 4 * 2 * 16 * pairs
-    assert useful_work(case, lengths, "backward")[0] == 10 * 2 * 16 * pairs
-    pma = load_profile("cpu_pma_q32").draw()
-    shared = make_case(kind="throughput", subject="gdpa", fixture="cpu_pma_q32")
-    row_bytes = 2 * 16 * 4
-    assert useful_work(shared, pma, "forward")[1] == row_bytes * (32 + 32 * pma.batch + 2 * pma.tokens_k)
-    assert isinstance(shared.params, GdpaParams) and score.ELEMENT_SIZE["float32"] == 4
-
-
-def test_ceilings_are_flops_and_bytes_over_the_measured_time(monkeypatch):
-    """A timer that says 10 ms for whatever it is given: rates by hand, and the roofline's longer side."""
-
-    class TenMs:
-        def __init__(self, device):
-            pass
-
-        def warm_up(self, call, cap_s):
-            call()
-
-        def turn(self, call):
-            return 10.0
-
-        def time(self, call, before, calls):
-            return [10.0]
-
-    monkeypatch.setattr(ceilings, "Timer", TenMs)
-    monkeypatch.setattr(ceilings, "last_level_cache_bytes", lambda: 1 << 20)
-    found = ceilings.Ceilings().measure("cpu", "float32", True)
-    assert found["tflops"] == pytest.approx(2 * 512**3 / 1e-2 / 1e12)
-    assert found["gbps"] == pytest.approx(2 * (1 << 27) / 1e-2 / 1e9)  # read and written
-    assert ceilings.least_ms(flops=2e9, n_bytes=1e8, tflops=1.0, gbps=10.0) == pytest.approx(10.0)
-    assert ceilings.least_ms(flops=2e9, n_bytes=1e8, tflops=0.1, gbps=10.0) == pytest.approx(20.0)
