@@ -15,7 +15,6 @@ from gem.harness.params import SUBJECTS, GdpaParams
 from gem.harness.score import Outcome, Work, apply_expectations, throughput_rows, useful_work
 from gem.harness.timing import summarize
 
-
 SMALL: dict[str, Any] = {"heads": 2, "head_dim": 16}
 
 
