@@ -5,6 +5,7 @@ which the result is an odd function (v forward, the output's gradient backward) 
 result kept from an earlier call is a wrong one; after the timing the last timed result is held against the oracle.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class Host:
         self._entry = entry
         self._timer: Timer | None = None
         self._sign = {"forward": 1.0, "backward": 1.0}
+        self._check_s: dict[str, float] = {}
         self._last: Any = None  # result of the last timed call
         self._timed_graph: Tensor | None = None
 
@@ -59,7 +61,9 @@ class Host:
         self._need(direction)
         answer = load_answer(path, self._entry.device)
         d_out = masked_d_out(self.inputs, answer.samples) if direction == "backward" else None
+        start = time.perf_counter()
         first = self._run(direction, d_out)
+        self._check_s[direction] = time.perf_counter() - start
         verdict = compare(first, answer, self.inputs)
         if repeat and self.contestant.repeatable:
             differ = same_bits(first, self._run(direction, d_out))
@@ -69,15 +73,18 @@ class Host:
         return verdict
 
     def warm_up(self, direction: str, cap_s: float) -> float:
-        """Make it ready to be timed in ``direction``; returns ms a call."""
+        """Make it ready to be timed in ``direction``; returns ms a call, roughly."""
         self._need(direction)
         if self._timer is None:
             self._timer = Timer(self._entry.device)
+        self._timer.calls = 1
         self._last = self._timed_graph = None
         if direction == "backward":
             self._sign[direction] = 1.0
             self._d_out = self.contestant.gradient_in(self.inputs.d_out).clone()
             self._timed_graph = self.contestant.forward()
+        if self._check_s.get(direction, 0.0) > 4 * cap_s:  # seconds a call: the check has warmed it up
+            return self._check_s[direction] * 1e3
         return self._timer.warm_up(lambda: self._call(direction), lambda: self._before(direction), cap_s)
 
     def turn(self, direction: str) -> float:

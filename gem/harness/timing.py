@@ -130,15 +130,21 @@ def interleave(
 
     A turn returns one sample in ms, or raises WorkerFailure: then that contestant is out and the others go on. Each
     round starts with another contestant. Everyone gets MIN_ROUNDS turns, but a contestant whose MIN_ROUNDS turns alone
-    exceed the budget may sit out after FEW_ROUNDS: it must not cost the others' table its time.
+    exceed the budget sits out after FEW_ROUNDS. Where such slow ones have spent the budget, the others go on for their
+    own share of it, unless their medians are known.
     """
     race = Race(samples={name: [] for name in turns})
     start = clock()
-    longest = dict.fromkeys(turns, 0.0)
+    longest, spent = dict.fromkeys(turns, 0.0), dict.fromkeys(turns, 0.0)
+
+    def known(name: str) -> bool:
+        return summarize(race.samples[name]).half_width <= target
 
     def due(name: str) -> bool:
-        taken, slow = len(race.samples[name]), longest[name] * MIN_ROUNDS > budget_s
-        return taken < (FEW_ROUNDS if slow else MIN_ROUNDS) or clock() - start <= budget_s
+        slow = longest[name] * MIN_ROUNDS > budget_s
+        if len(race.samples[name]) < (FEW_ROUNDS if slow else MIN_ROUNDS) or clock() - start <= budget_s:
+            return True
+        return spent[name] <= budget_s / len(turns) and not known(name)
 
     for number in range(max_rounds):
         running = [name for name in turns if name not in race.failures and due(name)]
@@ -151,10 +157,11 @@ def interleave(
                 race.samples[name].append(turns[name]())
             except WorkerFailure as failure:
                 race.failures[name] = failure
-            longest[name] = max(longest[name], clock() - before)
+            took = clock() - before
+            longest[name], spent[name] = max(longest[name], took), spent[name] + took
         race.rounds = number + 1
         on_round(race.rounds)
-        if race.rounds >= MIN_ROUNDS and all(s.half_width <= target for s in race.summaries().values()):
+        if race.rounds >= MIN_ROUNDS and all(known(name) for name in running if name not in race.failures):
             break
     return race
 

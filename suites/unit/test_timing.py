@@ -93,7 +93,11 @@ def test_stops_when_every_median_is_known_else_when_the_budget_is_spent():
 def test_a_slow_contestant_sits_out_after_few_turns_and_the_others_do_not():
     clock = Clock()
     race = interleave({"a": clock.turn("a", [10.0, 12.0]), "b": clock.turn("b", 5000.0)}, 1.0, clock=clock)
-    assert len(race.samples["b"]) == FEW_ROUNDS and len(race.samples["a"]) == MIN_ROUNDS
+    assert len(race.samples["b"]) == FEW_ROUNDS
+    # "a" is noisy: it goes on for its share of the budget, half a second of turns of 10 to 12 ms.
+    assert 42 <= len(race.samples["a"]) <= 50
+    steady = interleave({"a": clock.turn("a", 10.0), "b": clock.turn("b", 5000.0)}, 1.0, clock=clock)
+    assert len(steady.samples["a"]) == MIN_ROUNDS
     assert race.summaries()["b"].remarks() == ["few samples (3)"]
     assert clock.order[:6] == ["a", "b", "b", "a", "a", "b"]  # in turns while it runs
     clock = Clock()
