@@ -105,9 +105,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(options: RunOptions) -> Iterator[Session]:
     """A session; its workers and files are gone when the block is left, however it is left."""
-    # What the server has imported, every worker has: gem's ops, and what torch imports at the first call of a custom op
-    # (1.5 s a worker otherwise). None of it may initialise CUDA.
-    start_server(["torch._dynamo", "gem.harness.contestant"])
+    start_server()  # its imports take seconds; meanwhile the lengths are drawn
     with tempfile.TemporaryDirectory(prefix="gem-run-") as folder:
         session = Session(options, environment.facts(options.device), Path(folder))
         try:

@@ -26,7 +26,9 @@ from typing import Any, NoReturn
 
 __all__ = ["Unsupported", "Worker", "WorkerFailure", "start_server", "stop_all"]
 
-PRELOAD = ["torch", "gem.harness.worker"]
+# What the server has imported, every worker has: gem's ops and all that contestants need, and what torch imports at the
+# first call of a custom op (1.2 s a worker otherwise). None of it may initialise CUDA.
+PRELOAD = ["torch", "torch._dynamo", "gem.harness.contestant"]
 REASON_LENGTH = 300  # characters of an exception's message that a table row or a log line can still carry
 _OOM_TEXT = ("can't allocate memory", "out of memory", "cannot allocate memory", "cuda_error_out_of_memory")
 # An idle OpenMP thread spins before it sleeps, by default some 10 ms (measured, libgomp): time stolen from the next
@@ -50,12 +52,9 @@ class Unsupported(Exception):
     """Raised inside a worker by a contestant that cannot run this case here: the row is *skipped* with this reason."""
 
 
-def start_server(preload: list[str] | None = None) -> None:
-    """Start the server that workers fork from, unless it runs. Returns at once; the imports go on in the background.
-
-    ``preload`` adds modules to import there; they must not initialise CUDA. Only the first call's list counts.
-    """
-    _CONTEXT.set_forkserver_preload(PRELOAD + [name for name in preload or [] if name not in PRELOAD])
+def start_server() -> None:
+    """Start the server that workers fork from, unless it runs. Returns at once; the imports go on in the background."""
+    _CONTEXT.set_forkserver_preload(PRELOAD)
     # The server finds modules as this process does (a checkout on sys.path that is not installed included).
     env = {**_SERVER_ENV, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     # A worker that is killed leaves the semaphores that torch's compiler made. multiprocessing's tracker removes them
@@ -88,8 +87,8 @@ class Worker:
         self._failure: WorkerFailure | None = None
         self._built = False
         fd, log = tempfile.mkstemp(prefix="gem-worker-", suffix=".log")
-        os.close(fd)
         self._log = Path(log)
+        self._log_fd: int | None = fd
         start_server()
         self._conn, child = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
@@ -99,7 +98,7 @@ class Worker:
             with _without_main():
                 self._process.start()
         except (EOFError, ConnectionError, OSError) as error:
-            self._log.unlink(missing_ok=True)
+            self._forget_log()
             raise RuntimeError(f"worker server did not start ({error}): does `import torch` work here?") from error
         child.close()
         _LIVE.add(self)
@@ -121,6 +120,7 @@ class Worker:
         if not self._built:
             self._receive(deadline, timeout_s)
             self._built = True
+            self._log.unlink(missing_ok=True)  # both sides have it open: nothing is left behind, whoever is killed
         if self._failure:
             raise self._failure
         try:
@@ -172,16 +172,16 @@ class Worker:
         raise self._failure
 
     def _read_log(self, limit: int = 16384) -> str:
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(0, self._log.stat().st_size - limit))
-                return file.read().decode(errors="replace")
-        except FileNotFoundError:
+        if self._log_fd is None:
             return ""
+        start = max(0, os.fstat(self._log_fd).st_size - limit)
+        return os.pread(self._log_fd, limit, start).decode(errors="replace")
 
-    def output(self) -> str:
-        """The end of what it wrote to stdout and stderr."""
-        return self._read_log()
+    def _forget_log(self) -> None:
+        self._log.unlink(missing_ok=True)
+        if self._log_fd is not None:
+            os.close(self._log_fd)
+            self._log_fd = None
 
     def close(self) -> None:
         """Ask it to end, then make sure."""
@@ -202,7 +202,7 @@ class Worker:
             self._process.kill()
             self._process.join(5)
         self._conn.close()
-        self._log.unlink(missing_ok=True)
+        self._forget_log()
         _LIVE.discard(self)
 
     def __enter__(self) -> "Worker":
