@@ -59,6 +59,7 @@ class Peer:
 _SOFTMAX = ("jagged_attention", "gdpa", "block_attention")
 PEERS: dict[str, Peer] = {
     "sdpa_padded": Peer("scaled_dot_product_attention on the batch padded to its longest sample", None, _SOFTMAX),
+    "sdpa_blocks": Peer("scaled_dot_product_attention on the batch cut into its blocks", None, ("block_attention",)),
     "torch_varlen": Peer("torch.nn.attention.varlen.varlen_attn", "cuda", _SOFTMAX),
     "flex": Peer("FlexAttention, compiled, with a document mask over the flattened batch", "compiler", _SOFTMAX),
     "nested": Peer("scaled_dot_product_attention on jagged nested tensors", None, _SOFTMAX),

@@ -24,11 +24,12 @@ class _Padded:
     computes = "same"
     repeatable = False
     no_backward = ""
+    to_longest = True  # of block attention: every sample padded to as many blocks as the longest one has
 
     def __init__(self, inputs: Inputs, name: str) -> None:
         self.inputs = inputs
         self.computes = computes(name, inputs.subject)
-        seg = self.segments = segments(inputs)
+        seg = self.segments = segments(inputs, self.to_longest)
         if not int(seg.q.sum()) or not int(seg.k.sum()):
             raise Unsupported("nothing to pad: the batch has no queries or no keys")
         self.q_len, self.k_len = int(seg.q.max()), int(seg.k.max())
@@ -112,6 +113,12 @@ class SdpaPadded(_Padded):
         return F.scaled_dot_product_attention(
             q, k, self.leaves["v"], attn_mask=mask, is_causal=self._is_causal, scale=self.segments.scale
         )
+
+
+class SdpaBlocks(SdpaPadded):
+    """SDPA on the jagged batch already cut into its blocks: nothing is padded but each sample's last block."""
+
+    to_longest = False
 
 
 class GdpaPadded(_Padded):

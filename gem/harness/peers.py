@@ -24,6 +24,7 @@ from gem.harness.subjects import Inputs
 
 REGISTRY = {
     "sdpa_padded": "gem.harness.peer_padded:SdpaPadded",
+    "sdpa_blocks": "gem.harness.peer_padded:SdpaBlocks",
     "padded": "gem.harness.peer_padded:GdpaPadded",
     "nested": "gem.harness.peer_nested:Nested",
     "flex": "gem.harness.peer_flex:Flex",
@@ -114,16 +115,21 @@ class Segments:
         return np.where(self.k == 0, self.q, np.clip(self.q - self.k - right, 0, self.q) if right >= 0 else 0)
 
 
-def segments(inputs: Inputs) -> Segments:
-    """The case as segments; block attention becomes one segment a block, its rotation a table by row."""
+def segments(inputs: Inputs, to_longest: bool = False) -> Segments:
+    """The case as segments; block attention becomes one segment a block, its rotation a table by row.
+
+    ``to_longest``: every sample gets as many blocks as the longest one, empty ones at its end.
+    """
     params, lengths = inputs.params, inputs.lengths
     default = params.head_dim**-0.5
     if not isinstance(params, BlockAttentionParams):
         causal, window = inputs.mask
         scale = params.scale if isinstance(params, JaggedAttentionParams) else None
         return Segments(lengths.q, lengths.k, causal, window, default if scale is None else scale)
-    blocks = [np.diff(np.append(np.arange(0, n, params.block), n)) for n in lengths.q if n]
-    size = np.concatenate([np.empty(0, np.int64), *blocks]).astype(np.int64)
+    most = -(-int(lengths.max_q) // params.block)
+    starts = np.arange(most) * params.block
+    size_BN = np.clip(lengths.q[:, None] - starts, 0, params.block)  # rows of each sample in its n-th block
+    size = size_BN.ravel() if to_longest else size_BN[size_BN > 0]
     cos = sin = None
     if inputs.rope is not None:
         positions = np.concatenate([np.empty(0, np.int64), *(np.arange(n) for n in lengths.q)])

@@ -98,6 +98,10 @@ class Dense:
             return rows.one(self.k_start, self.k_start + self.group.k_len)
         return rows.group(self.k_index)
 
+    def own(self, x_BLD: Tensor) -> Tensor:
+        """Loaded rows that may be changed in place: a lone sample's are a view of the caller's."""
+        return x_BLD.clone(memory_format=torch.contiguous_format) if self.lone else x_BLD
+
     def out_q(self, out: OutRows, tile: "Tile") -> Tensor | None:
         """Where a lone sample's tile of query rows is to be written; None: write with ``store_q``."""
         return out.one(self.q_start + tile.q0, self.q_start + tile.q1) if self.lone else None
@@ -162,9 +166,11 @@ class Dense:
 class Batch:
     """Groups of a jagged batch and the workspace they share."""
 
-    def __init__(self, spec: Spec, q_THD: Tensor) -> None:
+    def __init__(self, spec: Spec, q_THD: Tensor, widen: bool = False) -> None:
         self.spec, self.device, self.heads = spec, q_THD.device, q_THD.shape[1]
-        self.compute_dtype, self.score_dtype = compute_dtype(q_THD), score_dtype(q_THD)
+        self.score_dtype = score_dtype(q_THD)
+        # widen: rows are changed before the products, and a change rounded to half would double its error.
+        self.compute_dtype = self.score_dtype if widen else compute_dtype(q_THD)
         # Rows of the per-sample query side (out, d_out): with shared queries not those of q itself.
         self.q_rows = int(spec.q_lens.sum()) if spec.broadcast_q else q_THD.shape[0]
         self.workspace = Workspace(q_THD.device, self.score_dtype)

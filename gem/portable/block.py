@@ -1,16 +1,47 @@
-"""BlockAttention in plain PyTorch: rotate, then softmax attention over the samples cut into blocks.
+"""BlockAttention in plain PyTorch: softmax attention over samples cut into blocks, rotated group by group.
 
-Legend: T rows of all samples, H heads, D head_dim, L longest sample.
+Legend: B samples, T rows of all samples, H heads, D head_dim, G blocks of a group, L rows of a block.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gem.portable import softmax
-from gem.portable.batch import Spec
+from gem.portable.batch import Dense, Spec
 from gem.portable.biases import BiasInputs
-from gem.portable.products import compute_dtype
+from gem.portable.groups import Ints
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions of every block: pairs (x[..., :D/2], x[..., D/2:]) turn by the row's position in its sample.
+
+    Applied to rows that a group has just gathered, while they are in cache: rotating whole tensors first cost as much
+    as the attention itself.
+    """
+
+    cos: Tensor  # [longest sample or more, D / 2]
+    sin: Tensor
+    first_position: Ints  # of each block
+
+    def apply_(self, x_BLD: Tensor, group: Dense, row: int = 0, back: bool = False) -> Tensor:
+        """Rotate rows [row, row + L) of a group's blocks, [GH, L, D], in place (or back, as a gradient is)."""
+        length = x_BLD.shape[1]
+        first = torch.from_numpy(self.first_position[group.samples] + row).to(x_BLD.device)
+        # Padding may lie past the table's end; what it reads does not matter.
+        row_GL = (first[:, None] + torch.arange(length, device=x_BLD.device)).clamp_(max=self.cos.shape[0] - 1)
+        cos, sin = (table[row_GL][:, None].to(x_BLD.dtype) for table in (self.cos, self.sin))
+        if back:
+            sin = -sin
+        x_GHLD = x_BLD.view(len(group.samples), -1, *x_BLD.shape[1:])
+        first_half, second_half = x_GHLD.chunk(2, dim=-1)
+        kept = first_half.clone()
+        first_half.mul_(cos).addcmul_(second_half, sin, value=-1.0)
+        second_half.mul_(cos).addcmul_(kept, sin)
+        return x_BLD
 
 
 def forward(
@@ -23,9 +54,8 @@ def forward(
     scale: float,
 ) -> Tensor:
     """[T, H, D]; rows outside every sample 0."""
-    spec = _block_spec(offsets, block)
-    q, k, v = _rotated(q_THD, k_THD, v_THD, offsets, rope)
-    return softmax.forward(q, k, v, spec, scale, BiasInputs()).to(q_THD.dtype)
+    spec, rotation = _blocks(offsets, block, rope)
+    return softmax.forward(q_THD, k_THD, v_THD, spec, scale, BiasInputs(), rotation)
 
 
 def backward(
@@ -39,54 +69,17 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv: rotated back in the precision of the products, rounded once."""
-    spec = _block_spec(offsets, block)
-    q, k, v = _rotated(q_THD, k_THD, v_THD, offsets, rope)
-    dq, dk, dv = softmax.backward(d_out_THD.to(v.dtype), q, k, v, spec, scale, BiasInputs())
-    if rope is not None:
-        position = _positions(offsets, q_THD.shape[0])
-        dq, dk = (rotate(x, position, rope[0], -rope[1]) for x in (dq, dk))
-    return dq.to(q_THD.dtype), dk.to(k_THD.dtype), dv.to(v_THD.dtype)
+    spec, rotation = _blocks(offsets, block, rope)
+    return softmax.backward(d_out_THD, q_THD, k_THD, v_THD, spec, scale, BiasInputs(), rotation)
 
 
-def rotate(x_THD: Tensor, position_T: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Rotate pairs (x[..., :D/2], x[..., D/2:]) by each row's position; rotation by -sin undoes it."""
-    cos, sin = (t.index_select(0, position_T)[:, None, :].to(x_THD.dtype) for t in (cos_LD, sin_LD))
-    first, second = x_THD.chunk(2, dim=-1)
-    out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1.0)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return out
-
-
-def _rotated(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, offsets: Tensor, rope: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k rotated, all in the type of the products: rounding a rotated bf16 row would double its error."""
-    dtype = torch.float32 if q_THD.dtype in (torch.bfloat16, torch.float16) else compute_dtype(q_THD)
-    q, k, v = (x.to(dtype) for x in (q_THD, k_THD, v_THD))
-    if rope is not None:
-        position = _positions(offsets, q.shape[0])
-        q, k = (rotate(x, position, *rope) for x in (q, k))
-    return q, k, v
-
-
-def _positions(offsets: Tensor, rows: int) -> Tensor:
-    """Position of each row in its sample, [T]; rows behind the last offset read position 0, nobody reads them."""
-    lens = offsets.diff()
-    starts = offsets[:-1].repeat_interleave(lens)
-    position = torch.zeros(rows, dtype=torch.int64, device=offsets.device)
-    position[: starts.shape[0]] = torch.arange(starts.shape[0], device=offsets.device) - starts
-    return position
-
-
-def _block_spec(offsets: Tensor, block: int) -> Spec:
-    """Every block is a sample of its own."""
+def _blocks(offsets: Tensor, block: int, rope: tuple[Tensor, Tensor] | None) -> tuple[Spec, Rotation | None]:
+    """Every block as a sample of its own."""
     edges = offsets.cpu().numpy().astype(np.int64)
     lens = np.diff(edges)
     counts = -(-lens // block)
-    first = np.repeat(edges[:-1], counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = first + number * block
-    ends = np.minimum(starts + block, np.repeat(edges[1:], counts))
-    return Spec(starts, ends - starts, starts, ends - starts, -1, -1)
+    starts = np.repeat(edges[:-1], counts) + number * block
+    block_lens = np.minimum(starts + block, np.repeat(edges[1:], counts)) - starts
+    spec = Spec(starts, block_lens, starts, block_lens, -1, -1)
+    return spec, None if rope is None else Rotation(*rope, first_position=number * block)

@@ -6,6 +6,8 @@ the softmax in one fused pass, and nothing but the inputs is saved.
 Legend: as in batch.py.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,31 @@ from gem.portable.products import product
 _aten = torch.ops.aten
 
 
-def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: Spec, scale: float, bias: BiasInputs) -> Tensor:
+class Rotates(Protocol):
+    """What block attention does to q and k: see ``gem.portable.block``."""
+
+    def apply_(self, x_BLD: Tensor, group: Dense, row: int = 0, back: bool = False) -> Tensor:
+        """Rotate in place."""
+        ...
+
+
+def forward(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    spec: Spec,
+    scale: float,
+    bias: BiasInputs,
+    rotation: Rotates | None = None,
+) -> Tensor:
     """softmax(scale q k^T + bias) v for every sample; [T, H, D], rows outside every sample 0."""
-    batch = Batch(spec, q_THD)
+    batch = Batch(spec, q_THD, widen=rotation is not None)
     q, k, v = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD)
     out = batch.out_q(q_THD)
     for group in batch.groups():
         q_BLD, k_BLD, v_BLD = group.load_q(q), group.load_k(k), group.load_k(v)
+        if rotation is not None:
+            q_BLD, k_BLD = (rotation.apply_(group.own(x), group) for x in (q_BLD, k_BLD))
         for tile in group.tiles(hide_key_tail=True):
             weights_BLL, dead = _weights(group, tile, q_BLD, k_BLD, scale, bias)
             out_BLD = product(weights_BLL, v_BLD[:, tile.k0 : tile.k1], out=group.out_q(out, tile))
@@ -32,16 +52,25 @@ def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: Spec, scale: floa
 
 
 def backward(
-    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: Spec, scale: float, bias: BiasInputs
+    d_out_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    spec: Spec,
+    scale: float,
+    bias: BiasInputs,
+    rotation: Rotates | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; the gradients of biases are left in ``bias.grads``."""
-    batch = Batch(spec, q_THD)
+    batch = Batch(spec, q_THD, widen=rotation is not None)
     q, k, v, d_out = batch.rows(q_THD), batch.rows(k_THD), batch.rows(v_THD), batch.rows(d_out_THD)
     dq, dk, dv = batch.out_q(q_THD), batch.out_k(k_THD), batch.out_k(v_THD)
     if bias.present:
         bias.start_backward(batch.score_dtype)
     for group in batch.groups():
         q_BLD, k_BLD, v_BLD, d_out_BLD = group.load_q(q), group.load_k(k), group.load_k(v), group.load_q(d_out)
+        if rotation is not None:
+            q_BLD, k_BLD = (rotation.apply_(group.own(x), group) for x in (q_BLD, k_BLD))
         dk_sum, dv_sum = group.key_sum(dk), group.key_sum(dv)
         for tile in group.tiles(hide_key_tail=True):
             weights_BLL, dead = _weights(group, tile, q_BLD, k_BLD, scale, bias)
@@ -64,8 +93,13 @@ def backward(
             )
             if bias.present:
                 bias.backward(_split_heads(d_scores, batch), group, tile)
-            group.store_q(dq, product(d_scores, k_BLD[:, keys], scale, out=group.out_q(dq, tile)))
+            dq_BLD = product(d_scores, k_BLD[:, keys], scale, out=group.out_q(dq, tile))
+            if rotation is not None:
+                rotation.apply_(dq_BLD, group, tile.q0, back=True)
+            group.store_q(dq, dq_BLD)
             dk_sum.add(keys, d_scores.transpose(1, 2), q_BLD[:, queries], scale)
+        if rotation is not None:
+            rotation.apply_(dk_sum.into_BLD, group, back=True)
         group.store_k(dk, dk_sum)
         group.store_k(dv, dv_sum)
     return dq.result(), dk.result(), dv.result()
