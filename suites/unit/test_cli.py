@@ -38,6 +38,12 @@ needs = "cuda:sm990"
 """
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test runners that share out tests tell their processes that 80 columns are all there is."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def row(case: str = "one", **given: Any) -> Row:
     fields = {
         "suite": "s.toml",
