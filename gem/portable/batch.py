@@ -102,25 +102,23 @@ class Dense:
         """Loaded rows that may be changed in place: a lone sample's are a view of the caller's."""
         return x_BLD.clone(memory_format=torch.contiguous_format) if self.lone else x_BLD
 
-    def out_q(self, out: OutRows, tile: "Tile") -> Tensor | None:
-        """Where a lone sample's tile of query rows is to be written; None: write with ``store_q``."""
-        return out.one(self.q_start + tile.q0, self.q_start + tile.q1) if self.lone else None
-
-    def store_q(self, out: OutRows, x_BLD: Tensor) -> None:
-        """Write a group's query rows (a lone sample's are there already)."""
-        if not self.lone:
+    def store_q(self, out: OutRows, tile: "Tile", x_BLD: Tensor) -> None:
+        """Write a tile's query rows."""
+        if self.lone:
+            out.one(self.q_start + tile.q0, self.q_start + tile.q1).copy_(x_BLD)
+        else:
             out.put_group(self.q_index, x_BLD)
 
-    def key_sum(self, out: OutRows) -> KeySum:
-        """Sum for a gradient of keys: a lone sample's lies in the result itself."""
-        if self.lone:
-            return KeySum(out.one(self.k_start, self.k_start + self.group.k_len))
-        shape = (len(self.samples) * self.batch.heads, self.group.k_len, out.dim)
+    def key_sum(self) -> KeySum:
+        """Sum for a gradient of the group's keys."""
+        shape = (len(self.samples) * self.batch.heads, self.group.k_len, self.batch.head_dim)
         return KeySum(torch.empty(shape, dtype=self.batch.score_dtype, device=self.batch.device))
 
     def store_k(self, out: OutRows, total: KeySum) -> None:
-        """Write a group's key rows (a lone sample's are there already)."""
-        if not self.lone:
+        """Write the group's key rows."""
+        if self.lone:
+            out.one(self.k_start, self.k_start + self.group.k_len).copy_(total.into_BLD)
+        else:
             out.put_group(self.k_index, total.into_BLD)
 
     def tiles(self, hide_key_tail: bool) -> Iterator[Tile]:
@@ -167,7 +165,8 @@ class Batch:
     """Groups of a jagged batch and the workspace they share."""
 
     def __init__(self, spec: Spec, q_THD: Tensor, widen: bool = False) -> None:
-        self.spec, self.device, self.heads = spec, q_THD.device, q_THD.shape[1]
+        self.spec, self.device = spec, q_THD.device
+        self.heads, self.head_dim = q_THD.shape[1:]
         self.score_dtype = score_dtype(q_THD)
         # widen: rows are changed before the products, and a change rounded to half would double its error.
         self.compute_dtype = self.score_dtype if widen else compute_dtype(q_THD)

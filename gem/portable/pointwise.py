@@ -32,8 +32,7 @@ def forward(
             scores = _scores(group, tile, q_BLD, k_BLD, qk_scale)
             weights = act(scores, batch.workspace("weights", *scores.shape))
             _hide(weights, tile, batch)
-            v_tile = v_BLD[:, tile.k0 : tile.k1]
-            group.store_q(out, product(weights, v_tile, out_scale, out=group.out_q(out, tile)))
+            group.store_q(out, tile, product(weights, v_BLD[:, tile.k0 : tile.k1], out_scale))
     return out.result()
 
 
@@ -58,7 +57,7 @@ def backward(
     for group in batch.groups():
         q_BLD, d_out_BLD = group.load_queries(q), group.load_q(d_out)
         k_BLD, v_BLD = group.load_k(k), group.load_k(v)
-        dk_sum, dv_sum = group.key_sum(dk), group.key_sum(dv)
+        dk_sum, dv_sum = group.key_sum(), group.key_sum()
         for tile in group.tiles(hide_key_tail=False):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             scores = _scores(group, tile, q_BLD, k_BLD, qk_scale)
@@ -73,11 +72,11 @@ def backward(
             )
             d_scores = act_backward(d_weights, scores, batch.workspace("weights", *scores.shape))
             _hide(d_scores, tile, batch)
+            dq_BLD = product(d_scores, k_BLD[:, keys], qk_scale)
             if spec.broadcast_q:
-                dq_BLD = product(d_scores, k_BLD[:, keys], qk_scale)
                 dq_shared_HLD[:, queries] += dq_BLD.view(-1, batch.heads, *dq_BLD.shape[1:]).sum(0)
             else:
-                group.store_q(dq, product(d_scores, k_BLD[:, keys], qk_scale, out=group.out_q(dq, tile)))
+                group.store_q(dq, tile, dq_BLD)
             dk_sum.add(keys, d_scores.transpose(1, 2), q_BLD[:, queries], qk_scale)
         group.store_k(dk, dk_sum)
         group.store_k(dv, dv_sum)

@@ -54,7 +54,11 @@ class OutRows:
             self._rows_THD[start:end] = 0.0
 
     def one(self, start: int, end: int) -> Tensor:
-        """Rows [start, end) head-major [H, L, D], to be written in place: products land there without a copy."""
+        """Rows [start, end) head-major [H, L, D], a view to write to.
+
+        Not the target of a product: with a strided result ATen leaves MKL's batched product for one call a head, which
+        cost 11 % of a backward of 170-token samples more than the copy does.
+        """
         return self._rows_THD[start:end].transpose(0, 1)
 
     def put_group(self, index: "GroupIndex", x_BLD: Tensor) -> None:

@@ -45,9 +45,9 @@ def forward(
             q_BLD, k_BLD = (rotation.apply_(group.own(x), group) for x in (q_BLD, k_BLD))
         for tile in group.tiles(hide_key_tail=True):
             weights_BLL, dead = _weights(group, tile, q_BLD, k_BLD, scale, bias)
-            out_BLD = product(weights_BLL, v_BLD[:, tile.k0 : tile.k1], out=group.out_q(out, tile))
+            out_BLD = product(weights_BLL, v_BLD[:, tile.k0 : tile.k1])
             _clear_(out_BLD, dead)
-            group.store_q(out, out_BLD)
+            group.store_q(out, tile, out_BLD)
     return out.result()
 
 
@@ -71,7 +71,7 @@ def backward(
         q_BLD, k_BLD, v_BLD, d_out_BLD = group.load_q(q), group.load_k(k), group.load_k(v), group.load_q(d_out)
         if rotation is not None:
             q_BLD, k_BLD = (rotation.apply_(group.own(x), group) for x in (q_BLD, k_BLD))
-        dk_sum, dv_sum = group.key_sum(dk), group.key_sum(dv)
+        dk_sum, dv_sum = group.key_sum(), group.key_sum()
         for tile in group.tiles(hide_key_tail=True):
             weights_BLL, dead = _weights(group, tile, q_BLD, k_BLD, scale, bias)
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
@@ -93,10 +93,10 @@ def backward(
             )
             if bias.present:
                 bias.backward(_split_heads(d_scores, batch), group, tile)
-            dq_BLD = product(d_scores, k_BLD[:, keys], scale, out=group.out_q(dq, tile))
+            dq_BLD = product(d_scores, k_BLD[:, keys], scale)
             if rotation is not None:
                 rotation.apply_(dq_BLD, group, tile.q0, back=True)
-            group.store_q(dq, dq_BLD)
+            group.store_q(dq, tile, dq_BLD)
             dk_sum.add(keys, d_scores.transpose(1, 2), q_BLD[:, queries], scale)
         if rotation is not None:
             rotation.apply_(dk_sum.into_BLD, group, back=True)
