@@ -96,7 +96,11 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Real history lengths, or an interaction log to count them in.")
     ] = None,
     column: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="User (or length) column of --lengths: name, or number from 1.")
+        str | None,
+        # Named, since typer 0.27.2 takes a metavar that equals the name for the name: --COLUMN.
+        typer.Option(
+            "--column", metavar="COLUMN", help="User (or length) column of --lengths: name, or number from 1."
+        ),
     ] = None,
     log_format: Annotated[
         str | None, typer.Option("--format", metavar="FORMAT", help="Format of --lengths where it cannot be told.")
