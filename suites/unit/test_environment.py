@@ -80,6 +80,8 @@ def test_git_state_names_the_commit_and_changes(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(paths, "checkout_root", lambda: tmp_path)
     assert environment.git_state() == {"git_commit": None, "git_dirty": None}  # sources without a repository
+    monkeypatch.setenv("GEM_COMMIT", "3f2a1c9")
+    assert environment.git_state() == {"git_commit": "3f2a1c9", "git_dirty": None}
     git("init", "-q")
     (tmp_path / "file").write_text("1")
     git("add", "file")
