@@ -83,6 +83,13 @@ def number(op: str, name: str, value: float) -> float:
     return float(value)
 
 
+def flag(op: str, name: str, value: bool) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+    return value
+
+
 def length(op: str, name: str, value: int | None) -> int | None:
     """A promised longest length, or None."""
     if value is None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gem.activations import FORWARD as ACTIVATIONS
 from gem.bias import Bias, PositionBias, TimeBias
-from gem.efficiency import window_edges
 
 
 def jagged_attention(
@@ -142,7 +141,7 @@ def _scores(q_LHD: Tensor, k_LHD: Tensor) -> Tensor:
 
 def _visible(q_len: int, k_len: int, causal: bool, window: tuple[int, int], device: torch.device) -> Tensor:
     """Which keys a query sees, [LQ, LK]. Bottom-right aligned: the last query stands at the last key."""
-    left, right = window_edges(causal, window)
+    left, right = window
     q_position = torch.arange(q_len, device=device)[:, None] + (k_len - q_len)
     k_position = torch.arange(k_len, device=device)[None, :]
     visible = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
@@ -150,6 +149,8 @@ def _visible(q_len: int, k_len: int, causal: bool, window: tuple[int, int], devi
         visible &= k_position >= q_position - left
     if right >= 0:
         visible &= k_position <= q_position + right
+    if causal:
+        visible &= k_position <= q_position
     return visible
 
 

@@ -185,7 +185,7 @@ def cxx_compiler() -> tuple[str | None, str]:
 def git_state() -> dict[str, Any]:
     """`git_commit` and `git_dirty` (tracked files changed) of the checkout that runs; None outside one.
 
-    Sources that travelled without their repository (to a GPU machine, say) are told by GEM_COMMIT which commit they are.
+    Sources that travelled without their repository (to a GPU machine, say) learn from GEM_COMMIT which commit they are.
     """
     root = paths.checkout_root()
     nothing = {"git_commit": os.environ.get("GEM_COMMIT"), "git_dirty": None}

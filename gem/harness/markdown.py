@@ -21,29 +21,37 @@ def render_markdown(document: Document) -> str:
     """The timed cases of a document, one line a case, implementation and direction; ratios > 1: faster than the peer.
 
     A ratio that does not exist has its reason below the table. So has every case and contestant that failed, errored or
-    was skipped: nothing is left out.
+    was skipped: nothing is left out. A ratio to a peer with too few runs for an interval is marked.
     """
     lines = lines_of(document.rows)
+    few = {(line.suite, line.case, line.impl, line.direction) for line in lines if line.few and line.impl in PEERS}
     own = [line for line in lines if line.impl and line.impl not in PEERS and "ms" in line.values]
     peers = list(dict.fromkeys(m for line in own for m in line.values if m.startswith(RATIO_PREFIX)))
     factor, unit = flops_unit(own)
     head = ["case", "", "ms", unit, "of roofline", *(f"× {peer.removeprefix(RATIO_PREFIX)}" for peer in peers), "check"]
-    rows = [_cells(line, peers, factor) for line in own]
+    rows = [_cells(line, peers, factor, few) for line in own]
     table = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"], *rows]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return f"{machine_text(document)}\n\n{text}\n{_footnotes(lines)}"
+    mark = "\n\\* the peer was timed fewer than 6 times: no 95 % interval.\n" if few else ""
+    return f"{machine_text(document)}\n\n{text}\n{mark}{_footnotes(lines)}"
 
 
-def _cells(line: Line, peers: list[str], factor: float) -> list[str]:
+def _cells(line: Line, peers: list[str], factor: float, few: set[tuple[str, str, str, str]]) -> list[str]:
+    def ratio(peer: str) -> str:
+        value = number(line.values.get(peer))
+        if not value:
+            return "–" if peer in line.values else ""
+        return value + "*" * ((line.suite, line.case, peer.removeprefix(RATIO_PREFIX), line.direction) in few)
+
     share, flops = line.values.get("roofline"), line.values.get("tflops")
     subject = Path(line.suite).stem
     return [
         f"{subject} {line.case}",
-        f"{line.impl} {_SHORT.get(line.direction, line.direction)}",
+        f"gem {line.impl} {_SHORT.get(line.direction, line.direction)}",
         line.ms,
         number(flops and flops * factor),
         "" if share is None else f"{share:.0%}",
-        *(number(line.values.get(peer)) or ("–" if peer in line.values else "") for peer in peers),
+        *(ratio(peer) for peer in peers),
         "right" if line.status == "pass" else line.status,
     ]
 

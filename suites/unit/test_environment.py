@@ -82,6 +82,7 @@ def test_git_state_names_the_commit_and_changes(tmp_path: Path, monkeypatch: pyt
     assert environment.git_state() == {"git_commit": None, "git_dirty": None}  # sources without a repository
     monkeypatch.setenv("GEM_COMMIT", "3f2a1c9")
     assert environment.git_state() == {"git_commit": "3f2a1c9", "git_dirty": None}
+    monkeypatch.delenv("GEM_COMMIT")
     git("init", "-q")
     (tmp_path / "file").write_text("1")
     git("add", "file")

@@ -35,7 +35,8 @@ def test_pages_are_up_to_date(page):
 
 def test_nothing_is_left_out():
     text = render_markdown(Document(rows=ROWS))
-    assert "| gdpa one | torch fwd | 2.00 | 50.0 |  | 1.50 | – | right |" in text
+    assert "| gdpa one | gem torch fwd | 2.00 | 50.0 |  | 1.50* | – | right |" in text
+    assert "the peer was timed fewer than 6 times" in text
     assert "- nested error: killed by SIGSEGV (gdpa one fwd)" in text
     assert "- skipped: needs cuda (gdpa two)" in text
 

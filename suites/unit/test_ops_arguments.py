@@ -57,6 +57,7 @@ ATTENTION_ERRORS = {
     "long sample": ({}, {**BOTH, "max_q_len": 4}, "sample 2 has 5 rows in q_offsets, more than max_q_len = 4"),
     "long history": ({}, {**BOTH, "max_k_len": 3}, "sample 0 has 4 rows in k_offsets, more than max_k_len = 3"),
     "max length": ({}, {**BOTH, "max_q_len": -2}, "max_q_len must be a whole number >= 0 or None, got -2"),
+    "causal": ({}, {**BOTH, "causal": "yes"}, "causal must be True or False, got 'yes'"),
     "window size": ({}, {**BOTH, "window": (1,)}, r"window must be \(left, right\)"),
     "window side": ({}, {**BOTH, "window": (-2, 0)}, "window sides must be whole numbers >= 0, or -1"),
     "impl": ({}, {**BOTH, "impl": "cuda"}, "impl='cuda'; accepted are 'auto', 'reference', 'torch', 'triton', 'gluon'"),
@@ -139,6 +140,7 @@ ROPE = (torch.zeros(5, 8), torch.zeros(5, 8))
 BLOCK_ERRORS = {
     "offsets": ({}, "offsets is missing"),
     "block": ({"offsets": QO, "block": 0}, "block must be a whole number >= 1, got 0"),
+    "block type": ({"offsets": QO, "block": "64"}, "block must be a whole number >= 1, got '64'"),
     "rope type": ({"offsets": QO, "rope": torch.zeros(5, 8)}, r"rope must be \(cos, sin\), got Tensor"),
     "rope width": ({"offsets": QO, "rope": (torch.zeros(5, 16),) * 2}, r"cos must be \[max_len, 8\], got \(5, 16\)"),
     "rope rows": (
