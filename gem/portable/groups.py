@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-# Padded pairs that a group may add: a share of its real pairs, plus what costs as much as one more group would. A group
-# costs about ten ATen calls, some 60 us on a CPU core at 150 GFLOP/s: 10 MFLOP, or 40,000 pairs of 4 heads of 64.
+# Padded pairs that a group may add: a share of its real pairs, plus about what one more group would cost. A group costs
+# some thirty ATen calls, over 100 us: at 150 GFLOP/s 20 MFLOP, or 20,000 pairs of 4 heads of 64 forward.
 PADDING_SHARE = 0.08
 PADDING_PAIRS = 20_000
 
