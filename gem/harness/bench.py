@@ -135,6 +135,8 @@ class Bench:
         for name, summary in race.summaries().items():
             outcome = self.outcome(name, direction)
             outcome.timing, outcome.remarks = summary, summary.remarks()
+            if self._computes[name] == "softmax":
+                outcome.remarks.append(f"softmax attention of equal FLOPs, not {self.case.subject}")
             self._finish(outcome, name, direction)
 
     def _finish(self, outcome: Outcome, name: str, direction: Direction) -> None:
