@@ -5,12 +5,17 @@ Legend: T rows of all samples (TQ, TK), B samples, H heads, D head_dim.
 """
 
 import math
+import numbers
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gem.bias import Bias, PositionBias, TimeBias
 from gem.jagged import check_offsets, check_values, from_nested
+
+LARGEST = 2**31 - 1  # of lengths, windows, blocks: sums of them must not wrap in int64
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,12 @@ def flatten(
             raise ValueError(f"{op}: nested and plain tensors are mixed; accepted: {wanted}")
         k, k_offsets = from_nested(op, "k", k)
         v, v_offsets = from_nested(op, "v", v)
-        if v_offsets.shape != k_offsets.shape:
-            raise ValueError(f"{op}: nested k and v must have the same lengths")
+        _same_offsets(op, "k and v", k_offsets, v_offsets)
         if q.is_nested:
             q, q_offsets = from_nested(op, "q", q)
             nested = q_offsets
+            if name == "offsets":  # the op has one set of offsets for all three
+                _same_offsets(op, "q and k", q_offsets, k_offsets)
     elif broadcast_q:
         if q_offsets is not None and k_offsets is not None:
             raise ValueError(
@@ -63,6 +69,7 @@ def flatten(
     elif k_offsets is None:
         k_offsets = q_offsets
     check_values(op, q, k, v)
+    _refuse_forward_mode(op, q, k, v)
     if k_offsets is None or (q_offsets is None and not broadcast_q):
         raise ValueError(f"{op}: {name} is missing; it may be left out only with nested tensors")
     check_offsets(op, name if q_offsets is k_offsets else "k_offsets", k_offsets, q.device)
@@ -76,9 +83,25 @@ def flatten(
     return Inputs(q, k, v, q_offsets, k_offsets, nested)
 
 
+def _same_offsets(op: str, names: str, a: Tensor, b: Tensor) -> None:
+    """Nested tensors of one op must agree in lengths. Values are read on the CPU; elsewhere the batch is compared."""
+    if a is b:
+        return
+    if a.shape != b.shape or (a.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(a, b)):
+        raise ValueError(f"{op}: nested {names} must have the same lengths")
+
+
+def _refuse_forward_mode(op: str, *tensors: Tensor) -> None:
+    """Forward-mode derivatives would be dropped in silence: torch.library ops have none."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise ValueError(f"{op}: has no forward-mode derivative (torch.func.jvp, forward_ad); accepted: reverse mode")
+
+
 def number(op: str, name: str, value: float) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
     return float(value)
 
@@ -90,11 +113,23 @@ def flag(op: str, name: str, value: bool) -> bool:
     return value
 
 
+def _whole(value: object) -> bool:
+    """Python's and numpy's integers, and the symbolic ones of torch.compile; no bool, no tensor."""
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def block_size(op: str, block: int) -> int:
+    """Rows of a block, at least 1."""
+    if not _whole(block) or not 1 <= block <= LARGEST:
+        raise ValueError(f"{op}: block must be a whole number >= 1, got {block!r}")
+    return block
+
+
 def length(op: str, name: str, value: int | None) -> int | None:
     """A promised longest length, or None."""
     if value is None:
         return None
-    if isinstance(value, (bool, float, str)) or value < 0:
+    if not _whole(value) or not 0 <= value <= LARGEST:
         raise ValueError(f"{op}: {name} must be a whole number >= 0 or None, got {value!r}")
     return value
 
@@ -104,8 +139,10 @@ def window_sides(op: str, window: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"{op}: window must be (left, right), got {window!r}")
     for side in window:
-        if isinstance(side, (bool, float)) or side < -1:
-            raise ValueError(f"{op}: window sides must be whole numbers >= 0, or -1 for unlimited; got {window!r}")
+        if not _whole(side) or not -1 <= side <= LARGEST:
+            raise ValueError(
+                f"{op}: window sides must be whole numbers >= 0 and < 2**31, or -1 for unlimited; got {window!r}"
+            )
     return window[0], window[1]
 
 
@@ -121,6 +158,8 @@ def rope_tables(op: str, rope: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor
             raise ValueError(f"{op}: rope's {name} must be [max_len, {q.shape[2] // 2}], got {shape}")
         if table.device != q.device:
             raise ValueError(f"{op}: rope's {name} is on {table.device}, the values are on {q.device}")
+        if not table.is_floating_point():
+            raise ValueError(f"{op}: rope's {name} must be a floating tensor, got {table.dtype}")
         if table.requires_grad:
             raise ValueError(f"{op}: rope's {name} gets no gradient; pass it detached")
     if rope[0].shape != rope[1].shape:
@@ -155,14 +194,20 @@ def flat_bias(
                     f"{op}: bias has {have} for {name}; accepted are 1 and {want} (shape {tuple(bias.shape)})"
                 )
         max_q_len = bias_q if max_q_len is None and bias_q != 1 else max_q_len
+        if bias.device != x.q.device:
+            raise ValueError(f"{op}: bias is on {bias.device}, the values are on {x.q.device}")
         max_k_len = bias_k if max_k_len is None and bias_k != 1 else max_k_len
         return max_q_len, max_k_len, (bias, *_NO_BIAS[1:])
     if not isinstance(bias, (PositionBias, TimeBias)):
         raise ValueError(f"{op}: bias must be a tensor, PositionBias or TimeBias, got {type(bias).__name__}")
     if bias.table.shape[1] not in (1, x.q.shape[1]):
         raise ValueError(f"{op}: the bias table has {bias.table.shape[1]} heads; accepted are 1 and {x.q.shape[1]}")
-    if bias.table.device != x.q.device:
-        raise ValueError(f"{op}: the bias table is on {bias.table.device}, the values are on {x.q.device}")
+    parts = {"table": bias.table, "boundaries": bias.boundaries}
+    if isinstance(bias, TimeBias):
+        parts |= {"q_times": bias.q_times, "k_times": bias.k_times}
+    for name, part in parts.items():
+        if part.device != x.q.device:
+            raise ValueError(f"{op}: the bias {name} is on {part.device}, the values are on {x.q.device}")
     if isinstance(bias, PositionBias):
         return max_q_len, max_k_len, (None, bias.table, bias.boundaries, None, None, None, None)
     for name, times, rows in (("q_times", bias.q_times, x.q.shape[0]), ("k_times", bias.k_times, x.k.shape[0])):

@@ -14,16 +14,30 @@ from torch import Tensor
 
 
 def _check_table(owner: str, table_NH: Tensor, boundaries: Tensor) -> None:
+    if not isinstance(table_NH, Tensor) or not isinstance(boundaries, Tensor):
+        raise ValueError(f"{owner}: table and boundaries must be tensors, got {type(table_NH).__name__} and others")
     if table_NH.dim() != 2:
         raise ValueError(f"{owner}: table must be [buckets, heads or 1], got shape {tuple(table_NH.shape)}")
     if boundaries.dim() != 1 or boundaries.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{owner}: boundaries must be a 1-D int32 or int64 tensor, got {boundaries.dim()}-D {boundaries.dtype}"
         )
+    if not table_NH.is_floating_point() or table_NH.shape[0] < 1:
+        raise ValueError(
+            f"{owner}: table must be floating with a row or more, got {table_NH.dtype}, {table_NH.shape[0]}"
+        )
     if boundaries.shape[0] != table_NH.shape[0] - 1:
         raise ValueError(
             f"{owner}: {table_NH.shape[0]} buckets need {table_NH.shape[0] - 1} boundaries, got {boundaries.shape[0]}"
         )
+
+
+def _check_ascending(owner: str, boundaries: Tensor) -> None:
+    """Reads memory: on the CPU alone, and not while torch.compile traces."""
+    if boundaries.device.type != "cpu" or torch.compiler.is_compiling() or boundaries.numel() < 2:
+        return
+    if bool((boundaries.long().diff() <= 0).any()):
+        raise ValueError(f"{owner}: boundaries must ascend, got {boundaries.tolist()[:8]}")
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,7 @@ class PositionBias:
 
     def __post_init__(self) -> None:
         _check_table("PositionBias", self.table, self.boundaries)
+        _check_ascending("PositionBias", self.boundaries)
 
     @classmethod
     def clipped(cls, table: Tensor) -> "PositionBias":
@@ -68,6 +83,7 @@ class TimeBias:
 
     def __post_init__(self) -> None:
         _check_table("TimeBias", self.table, self.boundaries)
+        _check_ascending("TimeBias", self.boundaries)
         for name, times in (("q_times", self.q_times), ("k_times", self.k_times)):
             if times.dim() != 1 or times.dtype not in (torch.int32, torch.int64):
                 raise ValueError(

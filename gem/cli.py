@@ -4,6 +4,7 @@ torch is imported by `gem run` and `gem doctor` only, and only once the request 
 """
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,7 +107,7 @@ def run(
         str | None, typer.Option("--format", metavar="FORMAT", help="Format of --lengths where it cannot be told.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples a batch instead of the fixture's.")
+        int | None, typer.Option(min=1, max=2**31 - 1, metavar="N", help="Samples a batch instead of the fixture's.")
     ] = None,
     peers: Annotated[str | None, typer.Option(metavar="A,B|none", help="Compare with these instead.")] = None,
     device: Device = "auto",
@@ -130,6 +131,8 @@ def run(
     chosen_peers = _peers(peers)
     for target in (json, html):
         _check_writable(target)
+    if json is not None and html is not None and json.resolve() == html.resolve():
+        raise RequestError(f"--json and --html are one file, {json}; accepted: two")
     cases = load_suites(paths or [], k)
     facts = environment.facts(device)
     if environment.version("torch") is None:
@@ -210,8 +213,13 @@ def _check_writable(target: Path | None) -> None:
         return
     if target.is_dir():
         raise RequestError(f"{target}: is a directory; accepted: the path of a file to write")
+    if target.exists() and not target.is_file():
+        # Renaming onto a device node (/dev/null, say) would replace it.
+        raise RequestError(f"{target}: is no regular file; accepted: the path of a file to write")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.resolve().parent):
+            pass
     except OSError as error:
         raise RequestError(f"{target}: cannot be written: {error.strerror or error}") from error
 
@@ -236,6 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _complain(str(error))
     except _UsageError as error:  # click's: an unknown option, a value of the wrong type
         code = _complain(f"{error.format_message()} (gem --help)")
+    except OSError as error:  # the table's own way out: a full disk behind a redirection
+        code = _complain(f"cannot write the output: {error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("gem: interrupted", err=True)
         code = EXIT_INTERRUPTED

@@ -52,14 +52,16 @@ def check_offset_values(op: str, name: str, offsets: Tensor, total: int, max_len
     edges = offsets.cpu().long()
     if int(edges[0]) != 0:
         raise ValueError(f"{op}: {name}[0] must be 0, got {int(edges[0])}")
+    if int(edges.max()) > total or int(edges.min()) < 0:
+        # All of them, and before the differences: those of garbage may wrap around and look ascending.
+        worst = int(edges.max()) if int(edges.max()) > total else int(edges.min())
+        raise ValueError(f"{op}: {name} has {worst} (last: {int(edges[-1])}), but there are only {total} rows")
     lens = edges.diff()
     if lens.numel() and int(lens.min()) < 0:
         b = int((lens < 0).nonzero()[0])
         raise ValueError(
             f"{op}: {name} must not decrease, got {name}[{b}] = {int(edges[b])} > {name}[{b + 1}] = {int(edges[b + 1])}"
         )
-    if int(edges[-1]) > total:
-        raise ValueError(f"{op}: {name}[-1] = {int(edges[-1])}, but there are only {total} rows")
     if max_len is not None and lens.numel() and int(lens.max()) > max_len:
         b = int(lens.argmax())
         raise ValueError(f"{op}: sample {b} has {int(lens[b])} rows in {name}, more than {max_name} = {max_len}")

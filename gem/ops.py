@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gem import library, reference
-from gem.arguments import Inputs, flag, flat_bias, flatten, length, number, rope_tables, window_sides
+from gem.arguments import Inputs, block_size, flag, flat_bias, flatten, length, number, rope_tables, window_sides
 from gem.bias import Bias
 from gem.dispatch import Call, Choice, choose, log
 from gem.jagged import to_nested
@@ -152,6 +152,7 @@ def _prepare_jagged_attention(
     x = flatten(op, q, k, v, q_offsets, k_offsets)
     left, right = window_sides(op, window)
     flag(op, "causal", causal)
+    flag(op, "check", check)
     scale = x.q.shape[2] ** -0.5 if scale is None else number(op, "scale", scale)
     max_q_len, max_k_len = length(op, "max_q_len", max_q_len), length(op, "max_k_len", max_k_len)
     max_q_len, max_k_len, bias_tensors = flat_bias(op, x, bias, max_q_len, max_k_len)
@@ -168,11 +169,13 @@ def _prepare_gdpa(
     impl: str = "auto", check: bool = False,
 ) -> _Prepared:  # fmt: skip
     op = "gdpa"
+    flag(op, "broadcast_q", broadcast_q)
     x = flatten(op, q, k, v, q_offsets, k_offsets, broadcast_q=broadcast_q)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation={activation!r}; accepted are {', '.join(ACTIVATIONS)}")
     left, right = window_sides(op, window)
     flag(op, "causal", causal)
+    flag(op, "check", check)
     args = (
         x.q, x.k, x.v, x.q_offsets, x.k_offsets, length(op, "max_q_len", max_q_len),
         length(op, "max_k_len", max_k_len), activation, number(op, "qk_scale", qk_scale),
@@ -190,8 +193,8 @@ def _prepare_block_attention(
     x = flatten(op, q, k, v, offsets, None, name="offsets")
     if x.q.shape[0] != x.k.shape[0]:
         raise ValueError(f"{op}: q and k must have one number of rows, got {x.q.shape[0]} and {x.k.shape[0]}")
-    if isinstance(block, (bool, float, str)) or block < 1:
-        raise ValueError(f"{op}: block must be a whole number >= 1, got {block!r}")
+    block_size(op, block)
+    flag(op, "check", check)
     scale = x.q.shape[2] ** -0.5 if scale is None else number(op, "scale", scale)
     cos, sin = (None, None) if rope is None else rope_tables(op, rope, x.q)
     args = (x.q, x.k, x.v, x.k_offsets, block, cos, sin, scale, length(op, "max_len", max_len))

@@ -149,6 +149,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except RecursionError:
+        raise RequestError(f"{path}: tables nested too deeply; accepted: TOML text") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise RequestError(

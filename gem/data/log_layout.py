@@ -130,8 +130,11 @@ def _detect(path: Path, head: list[str], format: str | None, column: str | int |
     if "::" not in delimiter and _TYPED.match(first.strip().split("\t")[0]):
         delimiter = "\t"
     quoted = delimiter in (",", ";", "") or (delimiter == "\t" and first.startswith('"'))
-    names = split(first, delimiter, quoted)
-    second = split(head[1], delimiter, quoted) if len(head) > 1 else []
+    try:
+        names = split(first, delimiter, quoted)
+        second = split(head[1], delimiter, quoted) if len(head) > 1 else []
+    except csv.Error as error:
+        raise RequestError(f"{path}:1: {error}; accepted: lines that end in \\n") from None
     typed = [bool(_TYPED.match(name)) for name in names]
     if any(typed) or path.name.removesuffix(".gz").endswith(".inter") or format == "inter":
         if not all(typed):

@@ -26,6 +26,8 @@ __all__ = ["FORMATS", "LogLengths", "read_lengths"]
 _MAGIC = {b"PAR1": "parquet", b"\x93NUM": "numpy", b"PK\x03\x04": "numpy"}
 _SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".npy": "numpy", ".npz": "numpy"}
 
+LONGEST = 2**31 - 1  # events of one user; beyond it a column of lengths is a column of something else
+
 
 @dataclass(frozen=True, eq=False)
 class LogLengths:
@@ -92,6 +94,8 @@ def read_lengths(
         read = read_parquet if kind == "parquet" else read_numpy
         lengths, rows, found, name = read(path, format, column, report)
     lengths = as_lengths(lengths, str(path))
+    if len(lengths) and int(lengths.max()) > LONGEST:
+        raise fault(path, f"a history of {int(lengths.max())} events; accepted: at most {LONGEST}")
     source = f"{path.name}: {rows:,} rows of format {found}, column {name}, {len(lengths):,} histories"
     return LogLengths(path.name.removesuffix(".gz").rsplit(".", 1)[0] or path.name, lengths, found, rows, source)
 

@@ -29,6 +29,8 @@ from gem.harness.subjects import GARBAGE, Inputs, build_inputs, one_sample, run_
 # softmax gradient of a sample with a single key; the bound is what no sound implementation of that dtype exceeds.
 FLOOR = {torch.float64: 2e-14, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BOUND = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Root mean square of the error over that of the oracle: some ten times what sound implementations show.
+RELATIVE_RMS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 MAX_SAMPLES = 64  # the oracle is a loop over samples
 SCORES_CPU = 6_000_000  # scores (heads * queries * keys) that the oracle may hold: some 0.5 s on two cores
 SCORE_BYTES = 512  # what a score of one sample costs the oracle in memory: eight bytes in some tens of tensors
@@ -244,10 +246,37 @@ def compare(actual: Mapping[str, Tensor], answer: Answer, inputs: Inputs, *, tim
         if not error <= allowed:
             plain = answer.plain_error[name]
             verdict.problems.append(f"{label}: error {error:.2g} above {allowed:.2g} (plain run {plain:.2g})")
+        rms, allowed_rms = _rms(part, exact), _allowed_rms(exact, inputs.dtype)
+        if not rms <= allowed_rms:
+            verdict.problems.append(f"{label}: RMS error {rms:.2g} above {allowed_rms:.2g}")
         share = error / allowed if allowed > 0 else (0.0 if error == 0 else float("inf"))
         if not share <= worst_share:  # NaN is the worst
             worst_share, verdict.error, verdict.worst, verdict.allowed = share, error, label, allowed
     return verdict
+
+
+def missing_or_recast(actual: Mapping[str, Tensor], answer: Answer, inputs: Inputs, direction: str) -> list[str]:
+    """What a contestant did not hand over, and what it handed over in another dtype.
+
+    What is not handed over cannot be wrong: a backward that leaves a gradient out must not pass, nor be timed.
+    """
+    wanted = {"out"} if direction == "forward" else set(answer.tensors) - {"out"}
+    problems = [] if set(actual) == wanted else [f"gave {sorted(actual)}, wanted {sorted(wanted)}"]
+    return problems + [
+        f"{name}: {x.dtype}, the inputs are {inputs.dtype}" for name, x in actual.items() if x.dtype != inputs.dtype
+    ]
+
+
+def _rms(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact.double()).square().mean().sqrt()) if exact.numel() else 0.0
+
+
+def _allowed_rms(exact: Tensor, dtype: torch.dtype) -> float:
+    """Largest errors alone would pass a result that is 10 % off everywhere: long samples' outputs are that small."""
+    if not exact.numel():
+        return 0.0
+    scale = max(1.0, float(exact.abs().max()))
+    return RELATIVE_RMS[dtype] * float(exact.double().square().mean().sqrt()) + FLOOR[dtype] / 16 * scale
 
 
 def _allowed(name: str, answer: Answer, dtype: torch.dtype) -> float:

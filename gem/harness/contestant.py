@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem.data.lengths import Lengths
 from gem.harness import peers
-from gem.harness.check import Verdict, compare, load_answer, masked_d_out, same_bits
+from gem.harness.check import Verdict, compare, load_answer, masked_d_out, missing_or_recast, same_bits
 from gem.harness.params import SubjectParams
 from gem.harness.subjects import Subject, build_inputs
 from gem.harness.timing import Timer
@@ -65,6 +65,7 @@ class Host:
         first = self._run(direction, d_out)
         self._check_s[direction] = time.perf_counter() - start
         verdict = compare(first, answer, self.inputs)
+        verdict.problems += missing_or_recast(first, answer, self.inputs, direction)
         if repeat and self.contestant.repeatable:
             differ = same_bits(first, self._run(direction, d_out))
             verdict.problems += [f"{name}: differs between two runs on the same inputs" for name in differ]

@@ -20,6 +20,7 @@ def _pair(value: object) -> object:
 
 
 Side = Annotated[int, Field(ge=-1)]  # -1: unlimited
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Window = Annotated[tuple[Side, Side], BeforeValidator(_pair)]
 
 
@@ -28,8 +29,8 @@ class SubjectParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    heads: Annotated[int, Field(ge=1)] = 4
-    head_dim: Annotated[int, Field(ge=1)] = 64
+    heads: Annotated[int, Field(ge=1, le=1024)] = 4
+    head_dim: Annotated[int, Field(ge=1, le=4096)] = 64
     dtype: DType = "float32"
     offsets_dtype: Literal["int32", "int64"] = "int64"
     # packed: [T, H, D] contiguous; fused_qkv: slices of one projection, row stride 3·H·D; strided: rows with gaps.
@@ -50,15 +51,15 @@ class JaggedAttentionParams(MaskedParams):
     """`gem.jagged_attention`; scale None = head_dim ** -0.5."""
 
     bias: Bias = "none"
-    scale: float | None = None
+    scale: Finite | None = None
 
 
 class GdpaParams(MaskedParams):
     """`gem.gdpa`; a fixture whose pattern is "pma" is run with broadcast_q=True."""
 
     activation: Activation = "gelu"
-    qk_scale: float = 1.0
-    out_scale: float = 1.0
+    qk_scale: Finite = 1.0
+    out_scale: Finite = 1.0
 
 
 class BlockAttentionParams(SubjectParams):
@@ -66,7 +67,7 @@ class BlockAttentionParams(SubjectParams):
 
     block: Annotated[int, Field(ge=1)] = 64
     rope: bool = True
-    scale: float | None = None
+    scale: Finite | None = None
 
     @model_validator(mode="after")
     def _rope_needs_pairs(self) -> "BlockAttentionParams":

@@ -116,11 +116,13 @@ def write_text(path: str | Path, text: str) -> Path:
 
     Raises RequestError when the directory cannot be made or written.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # through a symlink: its target is what the caller means to replace
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory")
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path} is no regular file, and renaming onto it would replace it")
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -105,6 +105,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes().decode("utf-8")
         return tomllib.loads(text)
+    except RecursionError:
+        raise RequestError(f"{file}: tables nested too deeply; accepted: TOML text") from None
     except OSError as error:
         raise RequestError(
             f"{file}: cannot be read: {error.strerror or error}; accepted: a suite file (.toml)"

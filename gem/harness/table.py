@@ -257,11 +257,13 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0 when no case failed or errored, else 1."""
-        return 1 if self.failed or self.errored else 0
+        """0 when a case passed and none failed or errored, else 1: a run that skipped all has shown nothing."""
+        return 1 if self.failed or self.errored or (self.skipped and not self.passed) else 0
 
     def __str__(self) -> str:
         text = f"{self.passed} passed, {self.failed} failed, {self.errored} errored, {self.skipped} skipped"
+        if self.skipped and not (self.passed or self.failed or self.errored):
+            text += ": nothing ran"
         return (
             f"{text}; {self.peers_in_trouble} of the peers' rows failed or errored" if self.peers_in_trouble else text
         )

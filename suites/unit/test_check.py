@@ -12,7 +12,15 @@ import torch
 from gem import reference
 from gem.data.lengths import Lengths
 from gem.harness import check
-from gem.harness.check import Answer, choose_samples, compare, make_answer, masked_d_out, same_bits
+from gem.harness.check import (
+    Answer,
+    choose_samples,
+    compare,
+    make_answer,
+    masked_d_out,
+    missing_or_recast,
+    same_bits,
+)
 from gem.harness.params import BlockAttentionParams, GdpaParams, JaggedAttentionParams
 from gem.harness.subjects import GARBAGE, Subject, build_inputs
 
@@ -209,6 +217,25 @@ def test_an_error_passes_up_to_the_bound_and_not_beyond(case, name):
     assert off_by(0.99 * allowed).right
     wrong = off_by(1.01 * allowed)
     assert not wrong.right and "above" in wrong.reason() and wrong.error > wrong.allowed
+
+
+@pytest.mark.parametrize("dtype", check.FLOOR)
+def test_a_result_that_is_a_tenth_off_everywhere_is_refused(dtype):
+    """Averages over a long history are small: an absolute bound alone lets a tenth of them pass in bfloat16."""
+    exact = 0.02 * torch.randn(3000, 2, 16, dtype=torch.float64)
+    assert not check._rms(0.9 * exact, exact) <= check._allowed_rms(exact, dtype)
+    assert check._rms(exact.to(dtype), exact) <= check._allowed_rms(exact, dtype)
+
+
+def test_every_gradient_must_be_handed_over_in_its_own_dtype(case):
+    inputs, answer, right = case
+    gradients = {name: x for name, x in right.items() if name != "out"}
+    assert missing_or_recast(gradients, answer, inputs, "backward") == []
+    assert missing_or_recast({"out": right["out"]}, answer, inputs, "forward") == []
+    lacking = {name: x for name, x in gradients.items() if name != "bias"}
+    assert "wanted ['bias', 'k', 'q', 'v']" in missing_or_recast(lacking, answer, inputs, "backward")[0]
+    assert missing_or_recast({}, answer, inputs, "forward") != []
+    assert missing_or_recast({"out": right["out"].double()}, answer, inputs, "forward") != []
 
 
 def test_rows_behind_the_last_offset_must_be_zero(case):

@@ -12,6 +12,7 @@ import gem
 import gem.library  # registers torch.ops.gem
 
 OPS = torch.ops.gem
+NEST = torch.nested.nested_tensor_from_jagged
 
 
 def batch(lens_q, lens_k, heads=2, dim=16, dtype=torch.float32, tail=0, seed=0):
@@ -137,6 +138,10 @@ def test_nested_tensors_in_and_out_with_gradients():
     ("change", "message"),
     [
         (lambda q, k, v: (q, k.values(), v), "nested and plain tensors are mixed"),
+        (
+            lambda q, k, v: (q, k, torch.nested.nested_tensor_from_jagged(v.values(), offsets([6, 4, 0]))),
+            "same lengths",
+        ),
         (lambda q, k, v: (q.transpose(1, 2), k, v), r"transpose\(1, 2\) moves it"),
         (lambda q, k, v: (q.values()[:, 0], k, v), "nested and plain tensors are mixed"),
     ],
@@ -192,3 +197,37 @@ def test_memory_grows_with_the_samples_not_with_the_longest():
         gem.jagged_attention(q, k, v, qo, ko)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert allocated < 16 * 2**20, f"{allocated / 2**20:.1f} MB"
+
+
+def test_a_bias_of_minus_infinity_hides_and_its_padding_is_not_read():
+    """Whole rows at -inf give 0; behind a sample's end the bias may hold anything. Short samples share a group."""
+    q, k, v, qo, ko = batch([5, 3, 0, 7, 300], [6, 2, 4, 5, 310], heads=1)
+    lens = [(5, 6), (3, 2), (0, 4), (7, 5), (300, 310)]
+    bias = torch.full((5, 1, 300, 310), torch.nan)
+    for b, (lq, lk) in enumerate(lens):
+        bias[b, :, :lq, :lk] = torch.randn(lq, lk)
+        bias[b, :, :1, :lk] = -torch.inf  # the first query of each sample
+
+    def run_with(impl):
+        return run(lambda *x: gem.jagged_attention(*x[:3], qo, ko, bias=x[3], impl=impl), (q, k, v, bias))
+
+    got, right = run_with("torch"), run_with("reference")
+    for name, a, b in zip(("out", "dq", "dk", "dv", "d_bias"), got, right, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0, msg=name)
+    firsts = qo[:-1][qo.diff() > 0]
+    assert (got[0][firsts] == 0).all() and all(torch.isfinite(x).all() for x in got)
+
+
+def test_times_in_milliseconds_do_not_wrap():
+    q, k, v, qo, ko = batch([3], [4], heads=1)
+    table = torch.randn(40, 1)
+    late, early = torch.full((3,), 1_700_000_000_000), torch.tensor([0, 1, 1_600_000_000_000, 1_699_999_999_999])
+    bias = gem.TimeBias.log2(table, late, early)
+    got, right = (gem.jagged_attention(q, k, v, qo, ko, bias=bias, impl=impl) for impl in ("torch", "reference"))
+    torch.testing.assert_close(got, right)
+
+
+def test_forward_mode_is_refused_not_dropped():
+    q, k, v, qo, ko = batch([3], [2])
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: gem.gdpa(x, k, v, qo, ko), (q,), (torch.ones_like(q),))
