@@ -57,6 +57,11 @@ def refusal(call: Call, impl: str) -> str | None:
     return found.refuses(call)
 
 
+def _not_by_itself(call: Call, impl: str) -> str | None:
+    found = TABLE[call.op].get(impl)
+    return None if found is None else found.not_by_itself(call)
+
+
 def choose(call: Call, impl: str = "auto") -> Choice:
     """The implementation that runs ``call``. ValueError when the named one cannot or is unknown."""
     if impl != "auto":
@@ -69,7 +74,7 @@ def choose(call: Call, impl: str = "auto") -> Choice:
         return Choice(call.op, impl, "named by the caller")
     others = {"reference": "the float64 oracle runs only when named"}
     for name in PREFERENCE:
-        reason = refusal(call, name)
+        reason = refusal(call, name) or _not_by_itself(call, name)
         if reason is None:
             skipped = [n for n in PREFERENCE if n in others]
             why = "auto: first of " + ", ".join(PREFERENCE) + " that can run it" if skipped else "auto: preferred"

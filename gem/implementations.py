@@ -1,18 +1,20 @@
 """The implementations of each op behind one interface: flat arguments in, tensors out, no autograd.
 
-``forward(q, k, v, ...)`` returns the output; ``backward(d_out, q, k, v, ...)`` returns (dq, dk, dv) and leaves the
-gradients of biases in ``bias.grads``. Kernels join ``TABLE``. (impl="reference" is not here: the
-oracle is differentiated by plain autograd, see ``gem.ops``.)
+``forward(q, k, v, ...)`` returns the output (jagged_attention: and the log-sum-exp, empty where the backward does not
+read it); ``backward(d_out, q, k, v, ...)`` returns (dq, dk, dv) and leaves the gradients of biases in ``bias.grads``.
+(impl="reference" is not here: the oracle is differentiated by plain autograd, see ``gem.ops``.)
 
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from gem import with_triton
 from gem.efficiency import window_edges
 from gem.portable import block, pointwise, softmax
 from gem.portable.batch import Spec
@@ -33,9 +35,11 @@ def _runs_everywhere(call: "Call") -> str | None:
 class Implementation:
     """One implementation of one op; ``refuses(call)`` is None or the reason why it cannot run a call."""
 
-    forward: Callable[..., Tensor]
+    forward: Callable[..., Any]
     backward: Callable[..., Gradients]
     refuses: Callable[["Call"], str | None] = _runs_everywhere
+    not_by_itself: Callable[["Call"], str | None] = _runs_everywhere  # why impl="auto" passes it over
+    saves_lse: bool = False  # its backward of jagged_attention reads the output and the log-sum-exp
 
 
 # -- impl="torch" ----------------------------------------------------------------------------------------------------
@@ -46,14 +50,14 @@ class _TorchJagged:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool, window: Window,
         scale: float, bias: BiasInputs,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         spec = Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window))
-        return softmax.forward(q, k, v, spec, scale, bias)
+        return softmax.forward(q, k, v, spec, scale, bias), q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool,
-        window: Window, scale: float, bias: BiasInputs,
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, q_offsets: Tensor,
+        k_offsets: Tensor, *, causal: bool, window: Window, scale: float, bias: BiasInputs,
     ) -> Gradients:  # fmt: skip
         spec = Spec.from_offsets(q_offsets, k_offsets, *window_edges(causal, window))
         return softmax.backward(d_out, q, k, v, spec, scale, bias)
@@ -86,7 +90,24 @@ def _shared_or_own(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, causa
 
 
 TABLE: dict[str, dict[str, Implementation]] = {
-    "jagged_attention": {"torch": Implementation(_TorchJagged.forward, _TorchJagged.backward)},
-    "gdpa": {"torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward)},
-    "block_attention": {"torch": Implementation(block.forward, block.backward)},
-}
+    "jagged_attention": {
+        "torch": Implementation(_TorchJagged.forward, _TorchJagged.backward),
+        "triton": Implementation(
+            with_triton.jagged_attention, with_triton.jagged_attention_backward, with_triton.refuses,
+            with_triton.not_by_itself, saves_lse=True,
+        ),
+    },
+    "gdpa": {
+        "torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward),
+        "triton": Implementation(
+            with_triton.gdpa, with_triton.gdpa_backward, with_triton.refuses, with_triton.not_by_itself
+        ),
+    },
+    "block_attention": {
+        "torch": Implementation(block.forward, block.backward),
+        "triton": Implementation(
+            with_triton.block_attention, with_triton.block_attention_backward, with_triton.refuses,
+            with_triton.not_by_itself,
+        ),
+    },
+}  # fmt: skip

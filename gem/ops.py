@@ -62,7 +62,8 @@ def jagged_attention(
             x.q, x.k, x.v, x.q_offsets, x.k_offsets, causal=causal, window=window, bias=bias, scale=scale
         )
         return _finish(out.to(x.q.dtype), x)
-    return _finish(library.jagged_attention(*args, choice.impl, check), x)
+    run = library.eager_jagged_attention if library.plain_call(q, k, v) else library.jagged_attention
+    return _finish(run(*args, choice.impl, check)[0], x)
 
 
 def gdpa(
@@ -103,7 +104,8 @@ def gdpa(
             causal=causal, window=window, broadcast_q=broadcast_q,
         )  # fmt: skip
         return _finish(out.to(x.q.dtype), x)
-    return _finish(library.gdpa(*args, choice.impl, check), x)
+    run = library.eager_gdpa if library.plain_call(q, k, v) else library.gdpa
+    return _finish(run(*args, choice.impl, check), x)
 
 
 def block_attention(
@@ -134,7 +136,8 @@ def block_attention(
         library.check_blocks(x.q, x.k_offsets, None if rope is None else rope[0], max_len)
         out = reference.block_attention(x.q, x.k, x.v, x.k_offsets, block=block, rope=rope, scale=scale)
         return _finish(out.to(x.q.dtype), x)
-    return _finish(library.block_attention(*args, choice.impl, check), x)
+    run = library.eager_block_attention if library.plain_call(q, k, v) else library.block_attention
+    return _finish(run(*args, choice.impl, check), x)
 
 
 # -- from the public arguments to the flat ones of gem.library ---------------------------------------------------------

@@ -59,6 +59,7 @@ class Peer:
 _SOFTMAX = ("jagged_attention", "gdpa", "block_attention")
 PEERS: dict[str, Peer] = {
     "sdpa_padded": Peer("scaled_dot_product_attention on the batch padded to its longest sample", None, _SOFTMAX),
+    "cudnn_padded": Peer("scaled_dot_product_attention through cuDNN alone on the padded batch", "cuda", _SOFTMAX),
     "sdpa_blocks": Peer("scaled_dot_product_attention on the batch cut into its blocks", None, ("block_attention",)),
     "torch_varlen": Peer("torch.nn.attention.varlen.varlen_attn", "cuda", _SOFTMAX),
     "flex": Peer("FlexAttention, compiled, with a document mask over the flattened batch", "compiler", _SOFTMAX),
@@ -66,6 +67,11 @@ PEERS: dict[str, Peer] = {
     "padded": Peer("the same gdpa by plain matmuls on the padded batch", None, ("gdpa",)),
     "fa3": Peer("FlashAttention 3, flash_attn_varlen_func", "cuda:sm90, package:flash_attn_interface", _SOFTMAX),
     "fa4": Peer("FlashAttention 4 (CuTe), flash_attn_varlen_func", "cuda:sm90, package:flash_attn.cute", _SOFTMAX),
+    "mkl_gdpa": Peer("ads_model_kernel_library's Triton GDPA", "cuda, package:ads_mkl.ops.oss.gdpa.triton", ("gdpa",)),
+    "hstu": Peer(
+        "generative-recommenders' Triton HSTU attention", "cuda, package:generative_recommenders.ops.triton", ("gdpa",)
+    ),
+    "jfa_v1": Peer("gem's own first generation of the Triton kernels", "triton", ("jagged_attention",)),
 }
 
 

@@ -37,12 +37,17 @@ class _Padded:
         blind = seg.first_visible()
         if bool(((blind > 0) & (seg.k == self.k_len)).any()):
             self.k_len += 1
+        self.k_len = self.key_room(self.k_len)
         self._index = {
             "q": _positions(seg.q, self.q_len, inputs.device),
             "k": _positions(seg.k, self.k_len, inputs.device),
         }
         self.leaves = {name: self._leaf(name) for name in ("q", "k", "v")}
         self.negated = self.leaves["v"]
+
+    def key_room(self, longest: int) -> int:
+        """Keys that every segment gets room for; at least ``longest``."""
+        return longest
 
     def _leaf(self, name: str) -> Tensor:
         x = self.inputs.leaves[name].detach()
@@ -88,8 +93,7 @@ class SdpaPadded(_Padded):
             raise Unsupported(reason)
         super().__init__(inputs, name)
         seg = self.segments
-        # Rows behind a sample's end attend to anything, so a causal self attention needs no mask: SDPA's fast path.
-        self._is_causal = seg.causal and seg.window == (-1, -1) and bool((seg.q == seg.k).all()) and inputs.bias is None
+        self._is_causal = self.causal_alone()
         self._mask = None
         visible = None if self._is_causal else self.visible()
         if visible is not None:
@@ -101,6 +105,12 @@ class SdpaPadded(_Padded):
             self._rope = tuple(self._pad("q", table[:, None]) for table in (seg.cos, seg.sin))
         if isinstance(inputs.bias, Tensor):
             self.leaves["bias"] = inputs.bias.detach().clone().requires_grad_()
+
+    def causal_alone(self) -> bool:
+        """Rows behind a sample's end attend to anything, so causal self attention needs no mask: SDPA's fast path."""
+        seg = self.segments
+        square = bool((seg.q == seg.k).all())
+        return seg.causal and seg.window == (-1, -1) and square and self.inputs.bias is None
 
     def forward(self) -> Tensor:
         q, k, mask = self.queries(), self.leaves["k"], self._mask

@@ -12,16 +12,23 @@ from gem.harness.subjects import Inputs
 from gem.harness.worker import Unsupported
 
 
-class _Varlen(PackedRows):
-    """Shared by the three: what they take, and their arguments."""
+class Varlen(PackedRows):
+    """What kernels on packed rows share: what they take, and their arguments.
 
-    what = ""
+    ``q_offsets``, ``k_offsets``: int32 [S + 1] of the segments S; ``q_max``, ``k_max``: the longest ones.
+    """
+
+    what = ""  # as the reasons of skipped rows call it
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    install = ""  # how it gets there when it is not importable
 
     def __init__(self, inputs: Inputs, name: str) -> None:
-        if inputs.device != "cuda":
+        if inputs.device not in self.devices:
             raise Unsupported(f"{self.what} runs on CUDA only")
-        if inputs.dtype not in (torch.float16, torch.bfloat16):
-            raise Unsupported(f"{self.what} takes float16 and bfloat16, not {inputs.params.dtype}")
+        if inputs.dtype not in self.dtypes:
+            taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            raise Unsupported(f"{self.what} takes {taken}, not {inputs.params.dtype}")
         if reason := refuse_bias(inputs, self.what):
             raise Unsupported(reason)
         super().__init__(inputs, name)
@@ -37,10 +44,11 @@ class _Varlen(PackedRows):
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            raise Unsupported(f"{self.what} is not installed ({error})") from error
+            hint = f"; {self.install}" if self.install else ""
+            raise Unsupported(f"{self.what} is not installed ({error}){hint}") from error
 
 
-class TorchVarlen(_Varlen):
+class TorchVarlen(Varlen):
     """torch.nn.attention.varlen.varlen_attn."""
 
     what = "torch.nn.attention.varlen"
@@ -57,7 +65,7 @@ class TorchVarlen(_Varlen):
         )  # fmt: skip
 
 
-class FlashAttention3(_Varlen):
+class FlashAttention3(Varlen):
     """flash_attn_interface.flash_attn_varlen_func."""
 
     what = "FlashAttention 3"

@@ -24,6 +24,7 @@ from gem.harness.subjects import Inputs
 
 REGISTRY = {
     "sdpa_padded": "gem.harness.peer_padded:SdpaPadded",
+    "cudnn_padded": "gem.harness.peer_cudnn:CudnnPadded",
     "sdpa_blocks": "gem.harness.peer_padded:SdpaBlocks",
     "padded": "gem.harness.peer_padded:GdpaPadded",
     "nested": "gem.harness.peer_nested:Nested",
@@ -31,8 +32,11 @@ REGISTRY = {
     "torch_varlen": "gem.harness.peer_varlen:TorchVarlen",
     "fa3": "gem.harness.peer_varlen:FlashAttention3",
     "fa4": "gem.harness.peer_varlen:FlashAttention4",
+    "mkl_gdpa": "gem.harness.peer_gdpa:MklGdpa",
+    "hstu": "gem.harness.peer_gdpa:Hstu",
+    "jfa_v1": "gem.harness.peer_generations:JfaV1",
 }
-_SAME_FOR_GDPA = ("padded",)
+_SAME_FOR_GDPA = ("padded", "mkl_gdpa", "hstu")
 
 
 class Contestant(Protocol):

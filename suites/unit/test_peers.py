@@ -3,56 +3,23 @@
 Each is held against the float64 oracle in this process; that a peer may crash is test_runner's subject.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from peer_cases import CASES, CROSS, SELF, SMALL, verdict_of
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gem import reference
-from gem.data.lengths import Lengths
 from gem.errors import RequestError
 from gem.harness import names, peers
-from gem.harness.check import compare, make_answer, masked_d_out
 from gem.harness.environment import cxx_compiler
-from gem.harness.params import BlockAttentionParams, GdpaParams, JaggedAttentionParams
+from gem.harness.params import JaggedAttentionParams
 from gem.harness.peer_flex import Flex, document_mask
 from gem.harness.peer_padded import visible_keys
 from gem.harness.peers import Segments
 from gem.harness.subjects import build_inputs
 from gem.harness.worker import Unsupported
 
-SMALL: dict[str, Any] = {"heads": 2, "head_dim": 16}
-
-
-def lengths(q, k=None, **given):
-    q = np.array(q, dtype=np.int64)
-    return Lengths("test", q, q if k is None else np.array(k), "self" if k is None else "cross", **given)
-
-
-SELF = lengths([5, 0, 70, 33], tail_q=3, tail_k=3)
-CROSS = lengths([5, 0, 70, 33, 6], [0, 3, 20, 50, 6], tail_q=1, tail_k=2)
-PMA = Lengths("pma", np.array([4, 4, 4]), np.array([6, 0, 31]), "pma", 4)
-CASES = {
-    "self": ("jagged_attention", JaggedAttentionParams(**SMALL, scale=0.1), SELF),
-    "strided": ("jagged_attention", JaggedAttentionParams(**SMALL, layout="strided"), SELF),
-    "causal": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), SELF),
-    "cross": ("jagged_attention", JaggedAttentionParams(**SMALL), CROSS),
-    "cross_causal": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), CROSS),
-    # Queries that see no key in the sample whose keys are the longest: there is no padding to look at.
-    "blind": ("jagged_attention", JaggedAttentionParams(**SMALL, causal=True), lengths([9, 4], [5, 3])),
-    "cross_window": ("jagged_attention", JaggedAttentionParams(**SMALL, window=(16, 4)), CROSS),
-    "dense_bias": ("jagged_attention", JaggedAttentionParams(**SMALL, bias="dense", causal=True), CROSS),
-    "position_bias": ("jagged_attention", JaggedAttentionParams(**SMALL, bias="position"), SELF),
-    "pma": ("jagged_attention", JaggedAttentionParams(**SMALL), PMA),
-    "gdpa": ("gdpa", GdpaParams(**SMALL, activation="silu", qk_scale=0.25, out_scale=0.5), SELF),
-    "gdpa_window": ("gdpa", GdpaParams(**SMALL, window=(16, 4)), CROSS),
-    "gdpa_pma": ("gdpa", GdpaParams(**SMALL), PMA),
-    "block": ("block_attention", BlockAttentionParams(**SMALL, block=32), SELF),
-    "block_no_rope": ("block_attention", BlockAttentionParams(**SMALL, block=8, rope=False, scale=0.3), SELF),
-    "empty": ("jagged_attention", JaggedAttentionParams(**SMALL), lengths([0, 0])),
-}
 # What a peer does not take, said before it runs.
 REFUSALS = {
     ("sdpa_padded", "position_bias"): "takes no position bias",
@@ -69,25 +36,6 @@ REFUSALS = {
     ("flex", "position_bias"): "takes no position bias",
     ("flex", "empty"): "empty batch",
 }
-
-
-def verdict_of(contestant, inputs, directions=("forward", "backward")):
-    everyone = list(range(inputs.lengths.batch))
-    answer = make_answer(inputs, contestant.computes, everyone, list(directions))
-    with torch.set_grad_enabled("backward" in directions):
-        out = contestant.forward()
-    found = {"out": contestant.rows("out", out.detach())}
-    if "backward" in directions:
-        d_out = contestant.gradient_in(masked_d_out(inputs, everyone))
-        grads = torch.autograd.grad(out, list(contestant.leaves.values()), d_out)
-        pairs = zip(contestant.leaves, grads, strict=True)
-        found |= {name: contestant.rows(name, grad) for name, grad in pairs}
-    assert set(found) == set(answer.tensors)
-    verdict = compare(found, answer, inputs)
-    with torch.no_grad():  # what the timed calls rely on
-        contestant.negated.neg_()
-        torch.testing.assert_close(contestant.rows("out", contestant.forward()), -found["out"], equal_nan=True)
-    return verdict
 
 
 PAIRS = [
@@ -172,7 +120,7 @@ def test_padded_mask_hides_what_the_oracle_hides_and_leaves_no_row_without_a_key
         assert not bool(mask[:rows, :keys][~seeing].any()) and bool((mask[:rows][~seeing].sum(-1) == 1).all())
 
 
-@pytest.mark.parametrize("name", ["torch_varlen", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["torch_varlen", "fa3", "fa4", "cudnn_padded"])
 def test_cuda_kernels_say_so_on_a_cpu(name):
     inputs = build_inputs("jagged_attention", JaggedAttentionParams(**SMALL), SELF, "cpu")
     with pytest.raises(Unsupported, match="runs on CUDA only"):

@@ -1,0 +1,153 @@
+"""Gradients of keys and values of jagged attention. One program owns a tile of keys and walks the queries that see it.
+
+Everything is computed transposed (scores as keys by queries), so that the weights and their gradients are already the
+register operands of dv += weights^T d_out and dk += d_scores^T q. No mask for jagged ends: behind the queries' end
+lse reads +inf (so the weights are 0) and d_out 0; rows behind the keys' end are computed and not stored.
+
+Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem.kernels.activations import activate_with_slope
+from gem.kernels.bias import Bias, bias_tile
+from gem.kernels.config import Config, Shape, has_tma
+from gem.kernels.device import LOG2E as _LOG2E
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
+from gem.kernels.launch import grid_of, key_of, launch, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.masks import seen_range, tile_is_whole, visible
+from gem.kernels.schedule import Batch
+from gem.kernels.tuning import choose
+
+LOG2E = tl.constexpr(_LOG2E)
+
+
+def attention_dkv(
+    d_out_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    lse_HT: Tensor | None,
+    delta_HT: Tensor | None,
+    batch: Batch,
+    *,
+    activation: str = "softmax",
+    qk_scale: float,
+    out_scale: float = 1.0,
+    bias: Bias | None = None,
+    dk_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv), 0 behind the last offset. ``lse_HT`` (of the forward), ``delta_HT`` (of attention_dq): softmax only."""
+    heads, head_dim = k_THD.shape[1:]
+    softmax = activation == "softmax"
+    shared = batch.q_offsets is None
+    dk = torch.empty(k_THD.shape, dtype=dk_dtype or k_THD.dtype, device=k_THD.device)
+    dv = torch.empty(v_THD.shape, dtype=v_THD.dtype, device=v_THD.device)
+    if dk.numel() == 0:
+        return dk, dv
+    bias = bias or Bias()
+    tma = has_tma(q_THD.device) and tma_fits(q_THD, d_out_THD)
+    how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias, "dk_dtype": dk_dtype}
+    config = config or choose(
+        Shape.of("dkv", q_THD, batch, activation, bias.kind, tma),
+        lambda c: attention_dkv(d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT, batch, config=c, **how),
+    )
+    tiles = batch.tiles("k", config.block_n)
+    lse_HT = dv if lse_HT is None else lse_HT
+    sides = (batch.left >= 0, batch.right >= 0, shared)
+    key = None if bias.kind else key_of(q_THD, k_THD, v_THD, d_out_THD, dk, dv)
+    launch(
+        _dkv, grid_of(config, tiles, heads),
+        ragged(d_out_THD, config.block_m) if tma else d_out_THD, ragged(q_THD, config.block_m) if tma else q_THD,
+        k_THD, v_THD, lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
+        d_out_THD.stride(0), d_out_THD.stride(1), q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1),
+        v_THD.stride(0), v_THD.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
+        tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
+        qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, out_scale, *bias.arguments(dv),
+        ACTIVATION=activation, HAS_LEFT=sides[0], HAS_RIGHT=sides[1], SHARED=sides[2],
+        BIAS=bias.kind, BIAS_STEPS=bias.steps,
+        HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WIDE=wide(q_THD, k_THD, v_THD, d_out_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
+        TMA=tma, num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
+        key=None if key is None else (key, config, activation, sides, heads, head_dim, tma),
+    )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
+def _dkv(
+    d_out_source, q_source, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles,
+    d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
+    n_tiles, heads, out_rows, left, right, scale, dk_scale, dv_scale,
+    bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
+    ACTIVATION: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
+    EDGES: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    # The heads of a tile run side by side: their rows are neighbours in memory.
+    work = n_tiles * heads
+    turns = tl.cdiv(work, tl.num_programs(0)) if PERSISTENT else 1
+    for turn in range(turns):
+        item = dealt(turn, work, PERSISTENT)
+        head = (item % heads).to(tl.int64)
+        sample, row, q_start, q_len, k_start, k_len = read_tile(tiles, item // heads, n_tiles)
+        if sample >= 0:
+            out_start = sample.to(tl.int64) * q_len if SHARED else q_start
+            low, high = seen_range(row, BLOCK_N, k_len, q_len, right, left, HAS_RIGHT, HAS_LEFT)
+            columns, n, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+            j = row + n
+            k_base = k_ptr + k_start * k_row + head * k_head
+            v_base = v_ptr + k_start * v_row + head * v_head
+            k = load_rows(k_base, row, n, columns, k_row, k_len, HEAD_DIM, BLOCK_D, WIDE)
+            v = load_rows(v_base, row, n, columns, v_row, k_len, HEAD_DIM, BLOCK_D, WIDE)
+            per_row = head * out_rows + out_start
+            dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            for first in tl.range(low, high, BLOCK_M):
+                i = first + m
+                q = load_tile(
+                    q_source, q_start, q_len, head, first, m, columns, q_row, q_head, HEAD_DIM, BLOCK_D, WIDE, TMA
+                )
+                d_out = load_tile(
+                    d_out_source, out_start, q_len, head, first, m, columns, d_out_row, d_out_head, HEAD_DIM, BLOCK_D,
+                    WIDE, TMA,
+                )  # fmt: skip
+                whole = tile_is_whole(first, BLOCK_M, row, BLOCK_N, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                x = dot(k, tl.trans(q), None, PRECISION) * scale
+                d_weights = dot(v, tl.trans(d_out), None, PRECISION)
+                if SOFTMAX:
+                    if BIAS != "":
+                        x += LOG2E * bias_tile(
+                            i[None, :], j[:, None], q_len, k_len, sample, head, q_start, k_start, bias_ptr, boundaries,
+                            q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries, BIAS, BIAS_STEPS,
+                        )  # fmt: skip
+                    if EDGES:
+                        if not whole:
+                            seen = visible(i[None, :], j[:, None], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                            x = tl.where(seen, x, float("-inf"))
+                    lse = tl.load(lse_ptr + per_row + i, mask=i < q_len, other=float("inf"))
+                    delta = tl.load(delta_ptr + per_row + i, mask=i < q_len, other=0.0)
+                    weights = tl.exp2(x - lse[None, :])
+                    dx = weights * (d_weights - delta[None, :])
+                else:
+                    weights, slope = activate_with_slope(x, ACTIVATION)
+                    dx = slope * d_weights
+                    if EDGES:
+                        if not whole:
+                            seen = visible(i[None, :], j[:, None], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                            weights = tl.where(seen, weights, 0.0)
+                            dx = tl.where(seen, dx, 0.0)
+                dv = dot(weights.to(d_out.dtype), d_out, dv, PRECISION)
+                dk = dot(dx.to(q.dtype), q, dk, PRECISION)
+            dk_base = dk_ptr + k_start * dk_row + head * dk_head
+            store_rows(dk_base, row, n, columns, dk_row, k_len, dk * dk_scale, HEAD_DIM, BLOCK_D, False)
+            dv_base = dv_ptr + k_start * dv_row + head * dv_head
+            store_rows(dv_base, row, n, columns, dv_row, k_len, dv * dv_scale, HEAD_DIM, BLOCK_D, False)

@@ -1,0 +1,159 @@
+"""Gradient of the queries of jagged attention. One program owns a tile of queries and walks the keys that it sees.
+
+The keys' gradients have a kernel of their own (attention_dkv.py): scores are computed twice, seven products instead of
+five, but nobody adds to what another program writes, so there are no atomics and every run gives the same bits (of the
+four schemes of JFA the one that wins with many samples and heads). For softmax this kernel runs first: it also makes
+delta = rowsum(out * d_out), which both need.
+
+Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem.kernels.activations import activate_with_slope
+from gem.kernels.bias import Bias, bias_tile
+from gem.kernels.config import Config, Shape, has_tma
+from gem.kernels.device import LOG2E as _LOG2E
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
+from gem.kernels.launch import grid_of, key_of, launch, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.masks import seen_range, tile_is_whole, visible
+from gem.kernels.schedule import Batch
+from gem.kernels.tuning import choose
+
+LOG2E = tl.constexpr(_LOG2E)
+
+
+def attention_dq(
+    d_out_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    out_THD: Tensor | None,
+    lse_HT: Tensor | None,
+    batch: Batch,
+    *,
+    activation: str = "softmax",
+    qk_scale: float,
+    out_scale: float = 1.0,
+    bias: Bias | None = None,
+    dtype: torch.dtype | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dq, delta [H, T] in fp32, empty for GDPA). Shared queries get a gradient a sample, summed here in sample order.
+
+    ``out_THD`` and ``lse_HT`` are the forward's, softmax only. ``dtype``: of dq, q's own by default.
+    """
+    heads, head_dim = q_THD.shape[1:]
+    softmax = activation == "softmax"
+    shared = batch.q_offsets is None
+    rows = batch.shared * batch.size if shared else q_THD.shape[0]
+    dtype = dtype or q_THD.dtype
+    dq = torch.empty((rows, heads, head_dim), dtype=torch.float32 if shared else dtype, device=q_THD.device)
+    delta = torch.empty((heads, rows) if softmax else (0,), dtype=torch.float32, device=q_THD.device)
+    if dq.numel():
+        bias = bias or Bias()
+        tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
+        how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias, "dtype": dtype}
+        config = config or choose(
+            Shape.of("dq", q_THD, batch, activation, bias.kind, tma),
+            lambda c: attention_dq(d_out_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, batch, config=c, **how),
+        )
+        tiles = batch.tiles("q", config.block_m)
+        out_THD = d_out_THD if out_THD is None else out_THD
+        sides = (batch.left >= 0, batch.right >= 0, shared)
+        key = None if bias.kind else key_of(q_THD, k_THD, v_THD, d_out_THD, out_THD, dq)
+        launch(
+            _dq, grid_of(config, tiles, heads),
+            d_out_THD, q_THD, ragged(k_THD, config.block_n) if tma else k_THD,
+            ragged(v_THD, config.block_n) if tma else v_THD, out_THD, delta if lse_HT is None else lse_HT, dq, delta,
+            tiles, d_out_THD.stride(0), d_out_THD.stride(1), q_THD.stride(0), q_THD.stride(1),
+            k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
+            out_THD.stride(0), out_THD.stride(1), dq.stride(0), dq.stride(1),
+            tiles.shape[0], heads, rows, batch.left, batch.right,
+            qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, *bias.arguments(dq),
+            ACTIVATION=activation, HAS_LEFT=sides[0], HAS_RIGHT=sides[1], SHARED=sides[2],
+            BIAS=bias.kind, BIAS_STEPS=bias.steps,
+            HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            WIDE=wide(q_THD, k_THD, v_THD, d_out_THD, out_THD), PRECISION=precision_of(q_THD),
+            PERSISTENT=config.persistent > 0, TMA=tma,
+            num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
+            key=None if key is None else (key, config, activation, sides, heads, head_dim, tma),
+        )  # fmt: skip
+    if shared:
+        dq = dq.view(batch.size, *q_THD.shape).sum(0).to(dtype)
+    return dq, delta
+
+
+@triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
+def _dq(
+    d_out_ptr, q_ptr, k_source, v_source, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles,
+    d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
+    n_tiles, heads, out_rows, left, right, scale, dq_scale,
+    bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
+    ACTIVATION: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
+    # Behind the keys' end k and v read 0, and so does every term of dq: GDPA masks nothing there. But exp2(0 - lse) may
+    # be inf, and inf * 0 is no number: softmax masks the tile that the end crosses.
+    # The heads of a tile run side by side: their rows are neighbours in memory.
+    work = n_tiles * heads
+    turns = tl.cdiv(work, tl.num_programs(0)) if PERSISTENT else 1
+    for turn in range(turns):
+        item = dealt(turn, work, PERSISTENT)
+        head = (item % heads).to(tl.int64)
+        sample, row, q_start, q_len, k_start, k_len = read_tile(tiles, item // heads, n_tiles)
+        if sample >= 0:
+            out_start = sample.to(tl.int64) * q_len if SHARED else q_start
+            low, high = seen_range(row, BLOCK_M, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+            columns, n, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+            i = row + m
+            q_base = q_ptr + q_start * q_row + head * q_head
+            d_out_base = d_out_ptr + out_start * d_out_row + head * d_out_head
+            q = load_rows(q_base, row, m, columns, q_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
+            d_out = load_rows(d_out_base, row, m, columns, d_out_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
+            if SOFTMAX:
+                out_base = out_ptr + out_start * out_row + head * out_head
+                out = load_rows(out_base, row, m, columns, out_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
+                delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+                per_row = head * out_rows + out_start + i
+                tl.store(delta_ptr + per_row, delta, mask=i < q_len)
+                lse = tl.load(lse_ptr + per_row, mask=i < q_len, other=float("inf"))
+            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for j in tl.range(low, high, BLOCK_N):
+                k = load_tile(
+                    k_source, k_start, k_len, head, j, n, columns, k_row, k_head, HEAD_DIM, BLOCK_D, WIDE, TMA
+                )
+                v = load_tile(
+                    v_source, k_start, k_len, head, j, n, columns, v_row, v_head, HEAD_DIM, BLOCK_D, WIDE, TMA
+                )
+                whole = tile_is_whole(row, BLOCK_M, j, BLOCK_N, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                x = dot(q, tl.trans(k), None, PRECISION) * scale
+                d_weights = dot(d_out, tl.trans(v), None, PRECISION)
+                if SOFTMAX:
+                    if BIAS != "":
+                        x += LOG2E * bias_tile(
+                            i[:, None], (j + n)[None, :], q_len, k_len, sample, head, q_start, k_start, bias_ptr,
+                            boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries, BIAS,
+                            BIAS_STEPS,
+                        )  # fmt: skip
+                    if not whole:
+                        seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                        x = tl.where(seen, x, float("-inf"))
+                    dx = tl.exp2(x - lse[:, None]) * (d_weights - delta[:, None])
+                else:
+                    _, slope = activate_with_slope(x, ACTIVATION)
+                    dx = slope * d_weights
+                    if HAS_LEFT or HAS_RIGHT:
+                        if not whole:
+                            seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                            dx = tl.where(seen, dx, 0.0)
+                dq = dot(dx.to(k.dtype), k, dq, PRECISION)
+            dq_base = dq_ptr + out_start * dq_row + head * dq_head
+            store_rows(dq_base, row, m, columns, dq_row, q_len, dq * dq_scale, HEAD_DIM, BLOCK_D, False)

@@ -1,0 +1,102 @@
+"""What every kernel here builds on: whether Triton runs or is interpreted, products, and addressing.
+
+Legend: M rows of a product, N columns, K its inner dimension.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Triton decides when a kernel is defined, so the variable counts as it stands at the import of this package.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+UPCAST = tl.constexpr(INTERPRETED)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def dot(a_MK, b_KN, acc_MN, PRECISION: tl.constexpr):
+    """acc + a b with fp32 accumulation. PRECISION: "ieee" for fp32 operands, which tf32 would round to 10 bits."""
+    if UPCAST:  # a bf16 product is garbage in the interpreter of triton 3.6 to 3.9
+        return tl.dot(a_MK.to(tl.float32), b_KN.to(tl.float32), acc_MN, input_precision="ieee")
+    else:
+        return tl.dot(a_MK, b_KN, acc_MN, input_precision=PRECISION)
+
+
+@triton.jit
+def tile_offsets(rows, columns, row_stride, WIDE: tl.constexpr):
+    """Element offsets [rows, columns] of a tile from its first element: 32 bits, a register each, unless ``WIDE``."""
+    if WIDE:
+        return rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    else:
+        return rows[:, None] * row_stride + columns[None, :]
+
+
+@triton.jit
+def load_rows(base, first, rows, columns, row_stride, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              WIDE: tl.constexpr):  # fmt: skip
+    """Rows [first, first + len(rows)) of a sample; rows from ``end`` on and columns behind HEAD_DIM read 0.
+
+    The zeros are free: a masked cp.async fills its part of shared memory with them.
+    """
+    pointers = base + tl.cast(first, tl.int64) * row_stride + tile_offsets(rows, columns, row_stride, WIDE)
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(pointers, mask=(first + rows < end)[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=(first + rows < end)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(source, start, length, head, first, rows, columns, row_stride, head_stride, HEAD_DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """``load_rows`` of the sample [start, start + length) and one head, from a pointer or a ragged TMA descriptor."""
+    if TMA:
+        # One thread asks for the tile and no register holds an address. The descriptor (launch.ragged) has the rows
+        # twice more in front: a row's number counts back from 2**30 and the hardware stops at the sample's end.
+        end = 2**30
+        row = (end - length + first).to(tl.int32)
+        tile = source.load([end, (start + length).to(tl.int32), row, (head * HEAD_DIM).to(tl.int32)])
+        return tl.reshape(tile, [tile.shape[2], tile.shape[3]])
+    else:
+        return load_rows(source + start * row_stride + head * head_stride, first, rows, columns, row_stride, length,
+                         HEAD_DIM, BLOCK_D, WIDE)  # fmt: skip
+
+
+@triton.jit
+def store_rows(base, first, rows, columns, row_stride, end, x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+               WIDE: tl.constexpr):  # fmt: skip
+    """The counterpart of ``load_rows``: only rows before ``end`` and columns before HEAD_DIM are written."""
+    pointers = base + tl.cast(first, tl.int64) * row_stride + tile_offsets(rows, columns, row_stride, WIDE)
+    mask = (first + rows < end)[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (columns < HEAD_DIM)[None, :]
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dealt(turn, count, PERSISTENT: tl.constexpr):
+    """Number of this program's ``turn``-th piece of work out of ``count``, which are sorted, the longest first.
+
+    A grid as long as the list takes it in order and the hardware deals: each SM takes the next piece when it is free. A
+    persistent grid is dealt statically, in zigzag (…P-2, P-1, then P-1, P-2…), so that whoever got the longest piece
+    of one round gets the shortest of the next. ``count`` or more: there is none left.
+    """
+    program = tl.program_id(0)
+    if PERSISTENT:
+        programs = tl.num_programs(0)
+        return turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
+    else:
+        return program
+
+
+@triton.jit
+def read_tile(tiles, index, n_tiles):
+    """The record of a tile (schedule.Batch.tiles): sample (-1 = none), row, q_start, q_len, k_start, k_len."""
+    record = tiles + 8 * index
+    sample = tl.load(record, mask=index < n_tiles, other=-1)
+    row = tl.load(record + 1, mask=index < n_tiles, other=0)
+    q_start = tl.load(record + 2, mask=index < n_tiles, other=0).to(tl.int64)
+    q_len = tl.load(record + 3, mask=index < n_tiles, other=0)
+    k_start = tl.load(record + 4, mask=index < n_tiles, other=0).to(tl.int64)
+    k_len = tl.load(record + 5, mask=index < n_tiles, other=0)
+    return sample, row, q_start, q_len, k_start, k_len

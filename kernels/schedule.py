@@ -1,0 +1,184 @@
+"""Tile lists: which tiles a jagged batch has, the longest work first, built once a batch on the device.
+
+A grid over (longest sample, batch) would launch mostly empty programs (one long sample among short ones) and take the
+work in any order. A list names the tiles that exist, sorted by the number of keys (or queries) each one visits, so that
+the tail of a launch is made of the shortest (longest-processing-time-first; GDPA, Meta 2026, measures a skew of 6 x
+without it). Only shapes decide its length, so nothing is read back from the device.
+
+All layers that use the same offsets tensors share one list: it is kept beside the offsets as long as they live and are
+not written to.
+
+Legend: B samples, N tiles of the list (an upper bound; what is left over names no sample).
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_SAMPLE = -1
+FIELDS = 8  # sample, row, q_start, q_len, k_start, k_len, and two that make a record 32 bytes long
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The jagged batch of a call: offsets [B + 1] of queries and keys, and how far a query sees around itself.
+
+    ``q_offsets`` None: every sample has the same ``shared`` queries. ``left``, ``right``: -1 = unlimited.
+    """
+
+    q_offsets: Tensor | None
+    k_offsets: Tensor
+    q_rows: int  # of the tensors, those behind the last offset included
+    k_rows: int
+    left: int = -1
+    right: int = -1
+    shared: int = 0
+
+    @property
+    def size(self) -> int:
+        """Samples."""
+        return self.k_offsets.shape[0] - 1
+
+    def tiles(self, side: str, block: int) -> Tensor:
+        """The list of tiles of ``block`` rows of the queries ("q") or the keys ("k"): int32 [N, FIELDS].
+
+        One record holds all that a program asks about its tile, so that it waits for one load and not for a chain of
+        three (list, offsets, rows): sample, first row of the tile in the sample, and start and number of rows of the
+        sample's queries and keys. Sample B is what lies behind the last offset: it sees nothing, so that its outputs
+        become 0.
+        """
+        return _cached(self, (side, block), lambda: _build(self, side, block))
+
+    def blocks(self, block: int) -> "Batch":
+        """Each ``block`` rows of each sample, counted from its start, as a sample of their own; q and k the same."""
+        if self.size == 0:
+            return self
+        offsets = _cached(self, ("blocks", block), lambda: _block_offsets(self.k_offsets, self.k_rows, block))
+        return Batch(offsets, offsets, self.q_rows, self.k_rows)
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def _build(batch: Batch, side: str, block: int) -> Tensor:
+    q_lens, k_lens = _lengths(batch)
+    own, rows = (q_lens, batch.q_rows) if side == "q" else (k_lens, batch.k_rows)
+    if side == "q" and batch.q_offsets is None:
+        rows = batch.shared * batch.size
+    sample, row = _in_order(own, rows // block + own.shape[0], block)
+    work = _visited(batch, side, q_lens, k_lens, sample, row, block)
+    there = sample.clamp(min=0)
+    rest = there == batch.size  # behind the last offset nothing is seen
+    q_len, k_len = q_lens[there], k_lens[there]
+    q_len, k_len = (q_len, k_len.masked_fill(rest, 0)) if side == "q" else (q_len.masked_fill(rest, 0), k_len)
+    q_start = torch.zeros_like(there) if batch.q_offsets is None else batch.q_offsets.long()[there]
+    unused = torch.zeros_like(there)
+    fields = (sample, row, q_start, q_len, batch.k_offsets.long()[there], k_len, unused, unused)
+    records = torch.stack(fields, 1).to(torch.int32)
+    return records[torch.argsort(work, descending=True, stable=True)].contiguous()
+
+
+def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Rows of each sample, and of the rest behind the last offset as a sample that sees nothing and is not seen."""
+
+    def with_rest(offsets: Tensor, rows: int) -> Tensor:
+        offsets = offsets.long()
+        return torch.cat([offsets.diff(), rows - offsets[-1:]])
+
+    k_lens = with_rest(batch.k_offsets, batch.k_rows)
+    if batch.q_offsets is not None:
+        return with_rest(batch.q_offsets, batch.q_rows), k_lens
+    q_lens = torch.full_like(k_lens, batch.shared)
+    q_lens[-1:] = 0
+    return q_lens, k_lens
+
+
+def _in_order(lens: Tensor, bound: int, block: int) -> tuple[Tensor, Tensor]:
+    """(sample, first row) of every tile, sample after sample; ``bound`` entries, those left over name no sample."""
+    tiles = (lens + (block - 1)) // block
+    ends = tiles.cumsum(0)
+    index = torch.arange(bound, device=lens.device)
+    sample = torch.searchsorted(ends, index, right=True)
+    there = sample.clamp(max=lens.shape[0] - 1)
+    row = (index - (ends - tiles)[there]) * block
+    return torch.where(sample < lens.shape[0], sample, NO_SAMPLE), row
+
+
+def _visited(
+    batch: Batch, side: str, q_lens: Tensor, k_lens: Tensor, sample: Tensor, row: Tensor, block: int
+) -> Tensor:
+    """Rows of the other side that a tile visits; -1 for entries that name no sample."""
+    there = sample.clamp(min=0)
+    q_len, k_len = q_lens[there], k_lens[there]
+    own, other = (q_len, k_len) if side == "q" else (k_len, q_len)
+    last = torch.minimum(row + block, own) - 1
+    # Query i stands at key position i + shift; a key j is seen by queries up to j + left and from j - right on.
+    shift = k_len - q_len if side == "q" else q_len - k_len
+    before, after = (batch.left, batch.right) if side == "q" else (batch.right, batch.left)
+    first_seen = torch.zeros_like(row) if before < 0 else (row + shift - before).clamp(min=0)
+    behind_seen = other if after < 0 else torch.minimum(last + shift + after + 1, other)
+    work = (behind_seen - first_seen).clamp(min=0)
+    work = torch.where(there == batch.size, 0, work)  # the rest behind the last offset
+    return torch.where(sample < 0, -1, work)
+
+
+def _block_offsets(offsets: Tensor, rows: int, block: int) -> Tensor:
+    """Starts of all blocks, ascending, and the end: [N + 1]; blocks left over are empty ones at the end."""
+    offsets = offsets.long()
+    lens = offsets.diff()
+    sample, row = _in_order(lens, rows // block + lens.shape[0], block)
+    starts = torch.where(sample < 0, offsets[-1:], offsets[sample.clamp(min=0)] + row)
+    return torch.cat([starts, offsets[-1:]])
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------
+
+# id of the keys' offsets -> (weak reference to them, lists by what they depend on). Tensors do not hash by identity.
+_kept: dict[int, tuple[weakref.ref, dict]] = {}
+
+
+def _cached(batch: Batch, what: tuple, build):
+    offsets = (batch.k_offsets,) if batch.q_offsets is None else (batch.k_offsets, batch.q_offsets)
+    state = tuple(_state(x) for x in offsets)
+    if None in state:
+        return build()
+    key = (*what, state, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
+    owner = offsets[0]
+    entry = _kept.get(id(owner))
+    if entry is None or entry[0]() is not owner:
+        number = id(owner)
+        entry = (weakref.ref(owner, lambda _: _kept.pop(number, None)), {})
+        _kept[number] = entry
+    lists = entry[1]
+    found = lists.get(key)
+    # The queries' offsets are compared by identity too: another tensor may have come to lie at their address.
+    if found is None or any(kept() is not x for kept, x in zip(found[0], offsets, strict=True)):
+        _forget_older(lists, state)
+        found = lists[key] = (tuple(weakref.ref(x) for x in offsets), build())
+    return found[1]
+
+
+def _state(offsets: Tensor) -> tuple | None:
+    """What tells that a tensor still holds what it held; None where that cannot be told and nothing may be kept."""
+    if offsets.is_inference():
+        return None  # it counts no versions
+    stream = 0
+    if offsets.is_cuda:
+        # The functions below torch.cuda's: those make a Stream object a call, 10 us of the host on a slow machine.
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return None  # a graph is replayed with other lengths in the same memory: it must build its own list
+        stream = torch._C._cuda_getCurrentRawStream(offsets.get_device())
+    return offsets.data_ptr(), offsets._version, stream
+
+
+def _forget_older(lists: dict, state: tuple) -> None:
+    """Drop lists made from offsets that were written to since."""
+    for key in [key for key in lists if _written_since(key, state)]:
+        del lists[key]
+
+
+def _written_since(key: tuple, state: tuple) -> bool:
+    old = key[2][0]
+    return old[0] == state[0][0] and old[1] != state[0][1]
