@@ -110,6 +110,7 @@ def run(
         int | None, typer.Option(min=1, max=2**31 - 1, metavar="N", help="Samples a batch instead of the fixture's.")
     ] = None,
     peers: Annotated[str | None, typer.Option(metavar="A,B|none", help="Compare with these instead.")] = None,
+    impls: Annotated[str | None, typer.Option(metavar="A,B", help="Run only these implementations of the ops.")] = None,
     device: Device = "auto",
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Timing budget a case and direction.")] = 3.0,
     verbose: Verbose = False,
@@ -128,7 +129,7 @@ def run(
         raise RequestError(f"--column {column!r} without --lengths; accepted: the column of a --lengths FILE")
     if log_format is not None and lengths is None:
         raise RequestError(f"--format {log_format!r} without --lengths; accepted: the format of a --lengths FILE")
-    chosen_peers = _peers(peers)
+    chosen_peers, chosen_impls = _peers(peers), _impls(impls)
     for target in (json, html):
         _check_writable(target)
     if json is not None and html is not None and json.resolve() == html.resolve():
@@ -144,7 +145,9 @@ def run(
     from gem.harness.runner import RunOptions
     from gem.harness.runner import run as run_cases
 
-    options = RunOptions(device=facts.device, peers=chosen_peers, lengths=log, batch=batch, budget_s=budget)
+    options = RunOptions(
+        device=facts.device, peers=chosen_peers, impls=chosen_impls, lengths=log, batch=batch, budget_s=budget
+    )
     interrupted = False
     with LiveProgress(len(cases), errors) as progress:
         try:
@@ -204,6 +207,19 @@ def _peers(text: str | None) -> list[str] | None:
             raise RequestError(
                 f"--peers: unknown peer {name!r}; accepted: {names.accepted_list(names.PEERS)}, none{near}"
             )
+    return list(dict.fromkeys(chosen))
+
+
+def _impls(text: str | None) -> list[str] | None:
+    from gem.harness import names
+
+    if text is None:
+        return None
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name not in names.IMPLEMENTATIONS:
+            near, known = names.nearest(name, names.IMPLEMENTATIONS), names.accepted_list(names.IMPLEMENTATIONS)
+            raise RequestError(f"--impls: unknown implementation {name!r}; accepted: {known}{near}")
     return list(dict.fromkeys(chosen))
 
 

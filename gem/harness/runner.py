@@ -29,6 +29,8 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
     if not cases:
         raise RequestError("no case selected; gem list shows the declared cases")
     cases = [_with_peers(case, options.peers) for case in cases]
+    if options.impls is not None:
+        cases = [case.model_copy(update={"impls": options.impls}) for case in cases]
     document = Document(environment=environment.capture(options.device), request=_request(options))
     with open_session(options) as session:
         for case in cases:
@@ -78,6 +80,7 @@ def _request(options: RunOptions) -> dict[str, Any]:
     return {
         "device": options.device,
         "peers": options.peers,
+        "impls": options.impls,
         "lengths": None if log is None else log.stats(),
         "batch": options.batch,
         "budget_s": options.budget_s,

@@ -24,10 +24,11 @@ CEILINGS_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run was asked for. ``peers`` None = those declared; ``budget_s`` of timing a case and direction."""
+    """What a run was asked for. ``peers``, ``impls`` None: as declared. ``budget_s``: timing a case and direction."""
 
     device: str = "auto"
     peers: list[str] | None = None
+    impls: list[str] | None = None
     lengths: LogLengths | None = None
     batch: int | None = None
     budget_s: float = 3.0

@@ -219,7 +219,8 @@ def test_run_shows_everything_and_writes_the_files(
     assert "out of memory: [malloc] failed" in Path("out/r.html").read_text()
     cases, options = module.seen[0]
     assert [case.id for case in cases] == ["s.toml::one", "s.toml::two"]
-    assert vars(options) == {"device": "cpu", "peers": None, "lengths": None, "batch": None, "budget_s": 3.0}
+    wanted = {"device": "cpu", "peers": None, "impls": None, "lengths": None, "batch": None, "budget_s": 3.0}
+    assert vars(options) == wanted
 
 
 def test_options_reach_the_runner(suite: Path, runner: Any) -> None:

@@ -48,6 +48,7 @@ DRAWN = {
     "longtail": "8ab94e419b7f8480",
     "more_q_than_k": "4e56a1b84a5306ed",
     "one_long": "6527b3df54f4f73a",
+    "past_2_31": "7166fedc1172adc6",
     "pma_empty_histories": "640ba15b37ac8edb",
     "pma_q32": "3ac046bd48280862",
     "pma_q64": "0f3b06e30be05f03",
