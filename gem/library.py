@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from gem.implementations import TABLE
@@ -61,8 +60,12 @@ def plain_call(*tensors: Tensor | None) -> bool:
     )
 
 
-def _eager(forward, setup, gradient):
-    """An autograd.Function of flat arguments; without the new-style ``setup_context``, whose binding costs 30 us."""
+def _eager(forward: Callable, setup: Callable, gradient: Callable) -> Callable:
+    """A call with gradients of flat arguments, as torch.autograd.Function makes one.
+
+    Not by the new-style ``setup_context``, whose binding costs 30 us, nor by Function.apply, whose look for functorch's
+    wrappers costs 6: ``plain_call`` has looked.
+    """
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -72,11 +75,39 @@ def _eager(forward, setup, gradient):
             return output
 
         @staticmethod
-        @once_differentiable
         def backward(ctx, *d_outputs):
-            return gradient(ctx, *d_outputs)
+            with torch.no_grad():
+                grads = gradient(ctx, *d_outputs)
+            return _once(grads, (*ctx.saved_tensors, *d_outputs)) if torch.is_grad_enabled() else grads
 
-    return Eager.apply
+    apply: Callable = super(torch.autograd.Function, Eager).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+    def call(*inputs):
+        return apply(*inputs) if torch.is_grad_enabled() else forward(*inputs)
+
+    return call
+
+
+class _Once(torch.autograd.Function):
+    """Its first ``count`` tensors, unchanged; it stands before all of ``tensors`` and cannot be gone through."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors: Tensor):
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("gem: the gradient of an op cannot be differentiated twice")
+
+
+def _once(grads: tuple, origins: tuple) -> tuple:
+    """Gradients made for create_graph=True, which raise when differentiated again, through ``origins`` above all.
+
+    (once_differentiable lets them pass as constants where the output's gradient does not require one of its own.)
+    """
+    given = [x for x in grads if x is not None]
+    rest = iter(_Once.apply(len(given), *given, *[x for x in origins if x is not None and x.requires_grad]))
+    return tuple(None if x is None else next(rest) for x in grads)
 
 
 # -- jagged_attention --------------------------------------------------------------------------------------------------

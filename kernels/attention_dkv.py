@@ -7,6 +7,9 @@ lse reads +inf (so the weights are 0) and d_out 0; rows behind the keys' end are
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
-from gem.kernels.launch import grid_of, key_of, launch, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
 from gem.kernels.tuning import choose
@@ -42,40 +45,63 @@ def attention_dkv(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv), 0 behind the last offset. ``lse_HT`` (of the forward), ``delta_HT`` (of attention_dq): softmax only."""
-    heads, head_dim = k_THD.shape[1:]
-    softmax = activation == "softmax"
-    shared = batch.q_offsets is None
     dk = torch.empty(k_THD.shape, dtype=dk_dtype or k_THD.dtype, device=k_THD.device)
     dv = torch.empty(v_THD.shape, dtype=v_THD.dtype, device=v_THD.device)
     if dk.numel() == 0:
         return dk, dv
-    bias = bias or Bias()
-    tma = has_tma(q_THD.device) and tma_fits(q_THD, d_out_THD)
-    how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias, "dk_dtype": dk_dtype}
-    config = config or choose(
-        Shape.of("dkv", q_THD, batch, activation, bias.kind, tma),
-        lambda c: attention_dkv(d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT, batch, config=c, **how),
-    )
-    tiles = batch.tiles("k", config.block_n)
-    lse_HT = dv if lse_HT is None else lse_HT
-    sides = (batch.left >= 0, batch.right >= 0, shared)
-    key = None if bias.kind else key_of(q_THD, k_THD, v_THD, d_out_THD, dk, dv)
-    launch(
-        _dkv, grid_of(config, tiles, heads),
-        ragged(d_out_THD, config.block_m) if tma else d_out_THD, ragged(q_THD, config.block_m) if tma else q_THD,
-        k_THD, v_THD, lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
-        d_out_THD.stride(0), d_out_THD.stride(1), q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1),
-        v_THD.stride(0), v_THD.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
-        tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
-        qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, out_scale, *bias.arguments(dv),
-        ACTIVATION=activation, HAS_LEFT=sides[0], HAS_RIGHT=sides[1], SHARED=sides[2],
-        BIAS=bias.kind, BIAS_STEPS=bias.steps,
-        HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        WIDE=wide(q_THD, k_THD, v_THD, d_out_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
-        TMA=tma, num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
-        key=None if key is None else (key, config, activation, sides, heads, head_dim, tma),
+    kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
+    key = ("dkv", kind, activation, qk_scale, out_scale, dk.dtype)
+    plan = PLANS.get(key)
+    if plan is None:
+        inputs = (d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT)
+        plan = _plan(inputs, batch, activation, qk_scale, out_scale, bias or Bias(), dk_dtype, config)
+        if kind is not None:
+            PLANS[key] = plan
+    heads, block_m = k_THD.shape[1], plan.config.block_m
+    tiles = batch.tiles("k", plan.config.block_n)
+    plan.launch(
+        grid_of(plan.config, tiles, heads),
+        ragged(d_out_THD, block_m) if plan.tma else d_out_THD, ragged(q_THD, block_m) if plan.tma else q_THD,
+        k_THD, v_THD, dv if lse_HT is None else lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
+        *plan.strides, tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
+        qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * out_scale, out_scale,
+        *(bias or Bias()).arguments(dv),
     )  # fmt: skip
     return dk, dv
+
+
+@dataclass(frozen=True)
+class _Plan:
+    config: Config
+    tma: bool
+    strides: tuple[int, ...]
+    launch: Launch
+
+
+def _plan(
+    inputs: tuple[Any, ...], batch: Batch, activation: str, qk_scale: float, out_scale: float, bias: Bias,
+    dk_dtype: torch.dtype | None, config: Config | None,
+) -> _Plan:  # fmt: skip
+    d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT = inputs
+    heads, head_dim = k_THD.shape[1:]
+    tma = has_tma(q_THD.device) and tma_fits(q_THD, d_out_THD)
+    if config is None:
+        how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias}
+        config = choose(
+            Shape.of("dkv", q_THD, batch, activation, bias.kind, tma),
+            lambda c: attention_dkv(
+                d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT, batch, config=c, dk_dtype=dk_dtype, **how
+            ),
+        )
+    strides = tuple(stride for x in (d_out_THD, q_THD, k_THD, v_THD) for stride in x.stride()[:2])
+    launch = Launch(
+        _dkv, ACTIVATION=activation, HAS_LEFT=batch.left >= 0, HAS_RIGHT=batch.right >= 0,
+        SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
+        HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WIDE=wide(d_out_THD, q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
+        TMA=tma, warps=config.warps, stages=config.stages, registers=config.registers,
+    )  # fmt: skip
+    return _Plan(config, tma, (*strides, *(heads * head_dim, head_dim) * 2), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

@@ -8,6 +8,8 @@ delta = rowsum(out * d_out), which both need.
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
-from gem.kernels.launch import grid_of, key_of, launch, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
 from gem.kernels.tuning import choose
@@ -46,45 +48,66 @@ def attention_dq(
 
     ``out_THD`` and ``lse_HT`` are the forward's, softmax only. ``dtype``: of dq, q's own by default.
     """
-    heads, head_dim = q_THD.shape[1:]
-    softmax = activation == "softmax"
-    shared = batch.q_offsets is None
+    softmax, shared = activation == "softmax", batch.q_offsets is None
     rows = batch.shared * batch.size if shared else q_THD.shape[0]
     dtype = dtype or q_THD.dtype
-    dq = torch.empty((rows, heads, head_dim), dtype=torch.float32 if shared else dtype, device=q_THD.device)
-    delta = torch.empty((heads, rows) if softmax else (0,), dtype=torch.float32, device=q_THD.device)
+    dq = torch.empty((rows, *q_THD.shape[1:]), dtype=torch.float32 if shared else dtype, device=q_THD.device)
+    per_row = (q_THD.shape[1], rows) if softmax else (0,)
+    delta = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
     if dq.numel():
-        bias = bias or Bias()
-        tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
-        how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias, "dtype": dtype}
-        config = config or choose(
-            Shape.of("dq", q_THD, batch, activation, bias.kind, tma),
-            lambda c: attention_dq(d_out_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, batch, config=c, **how),
-        )
-        tiles = batch.tiles("q", config.block_m)
         out_THD = d_out_THD if out_THD is None else out_THD
-        sides = (batch.left >= 0, batch.right >= 0, shared)
-        key = None if bias.kind else key_of(q_THD, k_THD, v_THD, d_out_THD, out_THD, dq)
-        launch(
-            _dq, grid_of(config, tiles, heads),
-            d_out_THD, q_THD, ragged(k_THD, config.block_n) if tma else k_THD,
-            ragged(v_THD, config.block_n) if tma else v_THD, out_THD, delta if lse_HT is None else lse_HT, dq, delta,
-            tiles, d_out_THD.stride(0), d_out_THD.stride(1), q_THD.stride(0), q_THD.stride(1),
-            k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
-            out_THD.stride(0), out_THD.stride(1), dq.stride(0), dq.stride(1),
-            tiles.shape[0], heads, rows, batch.left, batch.right,
-            qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, *bias.arguments(dq),
-            ACTIVATION=activation, HAS_LEFT=sides[0], HAS_RIGHT=sides[1], SHARED=sides[2],
-            BIAS=bias.kind, BIAS_STEPS=bias.steps,
-            HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            WIDE=wide(q_THD, k_THD, v_THD, d_out_THD, out_THD), PRECISION=precision_of(q_THD),
-            PERSISTENT=config.persistent > 0, TMA=tma,
-            num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
-            key=None if key is None else (key, config, activation, sides, heads, head_dim, tma),
+        kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD, out_THD)
+        key = ("dq", kind, activation, qk_scale, out_scale, dq.dtype)
+        plan = PLANS.get(key)
+        if plan is None:
+            inputs = (d_out_THD, q_THD, k_THD, v_THD, out_THD)
+            plan = _plan(inputs, lse_HT, batch, activation, qk_scale, out_scale, bias or Bias(), dtype, config)
+            if kind is not None:
+                PLANS[key] = plan
+        heads, block_n = q_THD.shape[1], plan.config.block_n
+        tiles = batch.tiles("q", plan.config.block_m)
+        plan.launch(
+            grid_of(plan.config, tiles, heads),
+            d_out_THD, q_THD, ragged(k_THD, block_n) if plan.tma else k_THD,
+            ragged(v_THD, block_n) if plan.tma else v_THD, out_THD, delta if lse_HT is None else lse_HT, dq, delta,
+            tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
+            qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, *(bias or Bias()).arguments(dq),
         )  # fmt: skip
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(dtype)
     return dq, delta
+
+
+@dataclass(frozen=True)
+class _Plan:
+    config: Config
+    tma: bool
+    strides: tuple[int, ...]
+    launch: Launch
+
+
+def _plan(
+    inputs: tuple[Tensor, ...], lse_HT: Tensor | None, batch: Batch, activation: str, qk_scale: float, out_scale: float,
+    bias: Bias, dtype: torch.dtype, config: Config | None,
+) -> _Plan:  # fmt: skip
+    d_out_THD, q_THD, k_THD, v_THD, out_THD = inputs
+    heads, head_dim = q_THD.shape[1:]
+    tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
+    if config is None:
+        how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias, "dtype": dtype}
+        config = choose(
+            Shape.of("dq", q_THD, batch, activation, bias.kind, tma),
+            lambda c: attention_dq(d_out_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, batch, config=c, **how),
+        )
+    strides = tuple(stride for x in (d_out_THD, q_THD, k_THD, v_THD, out_THD) for stride in x.stride()[:2])
+    launch = Launch(
+        _dq, ACTIVATION=activation, HAS_LEFT=batch.left >= 0, HAS_RIGHT=batch.right >= 0,
+        SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
+        HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        WIDE=wide(*inputs), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
+        warps=config.warps, stages=config.stages, registers=config.registers,
+    )  # fmt: skip
+    return _Plan(config, tma, (*strides, heads * head_dim, head_dim), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

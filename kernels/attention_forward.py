@@ -9,6 +9,8 @@ the tiles that an edge of causal or window crosses, in no other; tiles beyond th
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,18 @@ from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
-from gem.kernels.launch import grid_of, key_of, last_contiguous, launch, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.launch import (
+    PLANS,
+    Launch,
+    grid_of,
+    kind_of,
+    last_contiguous,
+    precision_of,
+    ragged,
+    tile_dim,
+    tma_fits,
+    wide,
+)
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
 from gem.kernels.tuning import choose
@@ -44,15 +57,46 @@ def attention_forward(
     Rows behind the last offset are 0, as are queries that see no key; their lse is +inf, so that exp2(score - lse) is 0
     in the backward. ``batch.shared`` queries are [shared, H, D] and the output [B * shared, H, D].
     """
-    q_THD, k_THD, v_THD = (last_contiguous(x) for x in (q_THD, k_THD, v_THD))
-    heads, head_dim = q_THD.shape[1:]
     rows = batch.shared * batch.size if batch.q_offsets is None else q_THD.shape[0]
-    softmax = activation == "softmax"
-    out = torch.empty((rows, heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
-    lse = torch.empty((heads, rows) if softmax else (0,), dtype=torch.float32, device=q_THD.device)
+    out = torch.empty((rows, *q_THD.shape[1:]), dtype=q_THD.dtype, device=q_THD.device)
+    per_row = (q_THD.shape[1], rows) if activation == "softmax" else (0,)
+    lse = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
     if out.numel() == 0:
         return out, lse
-    bias = bias or Bias()
+    kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD)
+    key = ("forward", kind, activation, qk_scale, out_scale)
+    plan = PLANS.get(key)
+    if plan is None:
+        q_THD, k_THD, v_THD = (last_contiguous(x) for x in (q_THD, k_THD, v_THD))
+        plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, bias or Bias(), config)
+        if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
+            PLANS[key] = plan
+    heads, block_n = q_THD.shape[1], plan.config.block_n
+    tiles = batch.tiles("q", plan.config.block_m)
+    plan.launch(
+        grid_of(plan.config, tiles, heads),
+        q_THD, ragged(k_THD, block_n) if plan.tma else k_THD, ragged(v_THD, block_n) if plan.tma else v_THD,
+        out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right, plan.scale, out_scale,
+        *(bias or Bias()).arguments(out),
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Plan:
+    config: Config
+    tma: bool
+    scale: float
+    strides: tuple[int, ...]
+    launch: Launch
+
+
+def _plan(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch, activation: str, qk_scale: float, out_scale: float,
+    bias: Bias, config: Config | None,
+) -> _Plan:  # fmt: skip
+    heads, head_dim = q_THD.shape[1:]
+    softmax = activation == "softmax"
     tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
     if config is None:
         how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias}
@@ -60,27 +104,21 @@ def attention_forward(
             Shape.of("forward", q_THD, batch, activation, bias.kind, tma),
             lambda c: attention_forward(q_THD, k_THD, v_THD, batch, config=c, **how),
         )
-    tiles = batch.tiles("q", config.block_m)
     # A row's maximum is found before it is scaled: that needs a scale >= 0, so the sign moves into q.
     sign = 1 if qk_scale > 0 or not softmax else (-1 if qk_scale < 0 else 0)
     scale = (abs(qk_scale) if sign else 1.0) * _LOG2E if softmax else qk_scale
-    sides = (batch.left >= 0, batch.right >= 0, batch.q_offsets is None)
-    key = None if bias.kind else key_of(q_THD, k_THD, v_THD, out)
-    launch(
-        _forward, grid_of(config, tiles, heads),
-        q_THD, ragged(k_THD, config.block_n) if tma else k_THD, ragged(v_THD, config.block_n) if tma else v_THD,
-        out, lse, tiles,
+    strides = (
         q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
-        out.stride(0), out.stride(1),
-        tiles.shape[0], heads, rows, batch.left, batch.right, scale, out_scale, *bias.arguments(out),
-        ACTIVATION=activation, SIGN=sign, HAS_LEFT=sides[0], HAS_RIGHT=sides[1], SHARED=sides[2],
-        BIAS=bias.kind, BIAS_STEPS=bias.steps,
+        heads * head_dim, head_dim,
+    )  # fmt: skip
+    launch = Launch(
+        _forward, ACTIVATION=activation, SIGN=sign, HAS_LEFT=batch.left >= 0, HAS_RIGHT=batch.right >= 0,
+        SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
-        key=None if key is None else (key, config, activation, sign, sides, heads, head_dim, tma),
+        warps=config.warps, stages=config.stages, registers=config.registers,
     )  # fmt: skip
-    return out, lse
+    return _Plan(config, tma, scale, strides, launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

@@ -6,6 +6,8 @@ reductions, and no program adds to what another writes, so every run gives the s
 Legend: T rows of all samples, B samples, H heads, D head_dim, N buckets, M queries of a tile, K keys of a tile.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from gem.kernels.bias import Bias, bias_tile, buckets
 from gem.kernels.config import Shape, default
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dot, load_rows, read_tile
-from gem.kernels.launch import launch, precision_of, tile_dim, wide
+from gem.kernels.launch import Launch, precision_of, tile_dim, wide
 from gem.kernels.masks import sample_rows, seen_range, visible
 from gem.kernels.schedule import Batch
 
@@ -44,11 +46,11 @@ def bias_gradient(
         v_THD.stride(0), v_THD.stride(1),
         batch.size, heads, batch.q_rows, batch.k_rows, batch.left, batch.right, qk_scale * _LOG2E,
     )  # fmt: skip
-    options = dict(
+    options: dict[str, Any] = dict(
         HAS_LEFT=batch.left >= 0, HAS_RIGHT=batch.right >= 0, BIAS=bias.kind, BIAS_STEPS=bias.steps, HEAD_DIM=head_dim,
         BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        WIDE=wide(q_THD, k_THD, v_THD, d_out_THD), PRECISION=precision_of(q_THD), num_warps=config.warps,
-        num_stages=config.stages,
+        WIDE=wide(q_THD, k_THD, v_THD, d_out_THD), PRECISION=precision_of(q_THD), warps=config.warps,
+        stages=config.stages,
     )  # fmt: skip
     if bias.kind == "dense":
         return _dense_gradient(bias, config.block_m, config.block_n, inputs, options)
@@ -56,17 +58,8 @@ def bias_gradient(
     n = bias.values.shape[0]
     parts = torch.zeros((tiles.shape[0], heads, n), dtype=torch.float32, device=q_THD.device)
     if parts.numel():
-        launch(
-            _bucket_gradient,
-            (tiles.shape[0], heads),
-            *inputs,
-            *bias.arguments(parts),
-            parts,
-            tiles,
-            n,
-            BLOCK_BUCKETS=triton.next_power_of_2(n),
-            **options,
-        )
+        run = Launch(_bucket_gradient, BLOCK_BUCKETS=triton.next_power_of_2(n), **options)
+        run((tiles.shape[0], heads), *inputs, *bias.arguments(parts), parts, tiles, tiles.shape[0], n)
     table_NH = parts.sum(0).t()
     return table_NH if bias.values.shape[1] > 1 else table_NH.sum(1, keepdim=True)
 
@@ -78,11 +71,11 @@ def _dense_gradient(bias: Bias, block_m: int, block_n: int, inputs: tuple, optio
     if grad.numel() == 0:
         return grad
     grid = (-(-shape[2] // block_m) * -(-shape[3] // block_n), shape[1], shape[0])
-    launch(
-        _dense_gradient_kernel, grid, *inputs, *bias.arguments(grad), grad, *grad.stride(), shape[2], shape[3],
-        ALL_SAMPLES=shape[0] == 1, ALL_HEADS=shape[1] == 1, ALL_QUERIES=shape[2] == 1, ALL_KEYS=shape[3] == 1,
-        **options,
+    run = Launch(
+        _dense_gradient_kernel, ALL_SAMPLES=shape[0] == 1, ALL_HEADS=shape[1] == 1, ALL_QUERIES=shape[2] == 1,
+        ALL_KEYS=shape[3] == 1, **options,
     )  # fmt: skip
+    run(grid, *inputs, *bias.arguments(grad), grad, *grad.stride(), shape[2], shape[3])
     return grad
 
 
@@ -167,20 +160,21 @@ def _dense_gradient_kernel(
         tl.store(pointers, acc, mask=(i < grad_q_len)[:, None] & (j < grad_k_len)[None, :])
 
 
-@triton.jit(do_not_specialize=["batch_size", "q_rows", "k_rows", "left", "right", "n_buckets"])
+@triton.jit(do_not_specialize=["batch_size", "q_rows", "k_rows", "left", "right", "n_tiles", "n_buckets"])
 def _bucket_gradient(
     d_out_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets,
     d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head,
     batch_size, heads, q_rows, k_rows, left, right, scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
-    parts_ptr, tiles, n_buckets,
+    parts_ptr, tiles, n_tiles, n_buckets,
     BLOCK_BUCKETS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
     BIAS_STEPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of queries and a head; its sums by bucket are a row of ``parts``, added up afterwards."""
     index, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    sample, first, q_start, q_len, k_start, k_len = read_tile(tiles, index, tl.num_programs(0))
+    tile = read_tile(tiles, index, n_tiles)  # pyright: ignore[reportGeneralTypeIssues]
+    sample, first, q_start, q_len, k_start, k_len = tile
     if (sample >= 0) & (sample < batch_size):
         low, high = seen_range(first, BLOCK_M, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
         number = tl.arange(0, BLOCK_BUCKETS)

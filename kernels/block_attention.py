@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gem.kernels.config import Config
 from gem.kernels.device import LOG2E, dot, load_rows, read_tile, store_rows
-from gem.kernels.launch import last_contiguous, launch, precision_of, tile_dim, wide
+from gem.kernels.launch import PLANS, Launch, kind_of, last_contiguous, precision_of, tile_dim, wide
 from gem.kernels.ops import attention_backward, attention_forward
 from gem.kernels.rotary import load_angles, load_halves, rotate, store_halves, tile_of_heads, turned
 from gem.kernels.schedule import Batch
@@ -55,13 +55,12 @@ def block_attention_forward(
         return out
     tiles = batch.tiles("q", block)
     cos, sin = (q_THD, q_THD) if rope is None else (last_contiguous(x) for x in rope)
-    launch(
-        _forward, (tiles.shape[0] * heads, 1),
-        q_THD, k_THD, v_THD, out, cos, sin, tiles,
+    run = _launch(_forward, block, rope, (q_THD, k_THD, v_THD), (cos, sin), batch, config, registers)
+    run(
+        (tiles.shape[0] * heads,), q_THD, k_THD, v_THD, out, cos, sin, tiles,
         q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
         out.stride(0), out.stride(1), cos.stride(0), sin.stride(0),
         heads, tiles.shape[0], scale * LOG2E,
-        **_compiled(block, rope, (q_THD, k_THD, v_THD, cos, sin), config, registers),
     )  # fmt: skip
     return out
 
@@ -93,13 +92,12 @@ def block_attention_backward(
         return dq, dk, dv
     tiles = batch.tiles("q", block)
     cos, sin = (q_THD, q_THD) if rope is None else (last_contiguous(x) for x in rope)
-    launch(
-        _backward, (tiles.shape[0] * heads, 1),
-        d_out_THD, q_THD, k_THD, v_THD, dq, dk, dv, cos, sin, tiles,
+    run = _launch(_backward, block, rope, (q_THD, k_THD, v_THD, d_out_THD), (cos, sin), batch, config, registers)
+    run(
+        (tiles.shape[0] * heads,), d_out_THD, q_THD, k_THD, v_THD, dq, dk, dv, cos, sin, tiles,
         d_out_THD.stride(0), d_out_THD.stride(1), q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1),
         v_THD.stride(0), v_THD.stride(1), dq.stride(0), dq.stride(1), cos.stride(0), sin.stride(0),
         heads, tiles.shape[0], scale * LOG2E, scale,
-        **_compiled(block, rope, (q_THD, k_THD, v_THD, d_out_THD, cos, sin), config, registers),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -121,19 +119,25 @@ def _config(q_THD: Tensor, block: int) -> Config:
     return Config(size, size, min(8, max(size // 16, size * tile_dim(q_THD.shape[2]) // of_a_warp)), 1)
 
 
-def _compiled(
-    block: int, rope: Rope | None, read: tuple[Tensor, ...], config: Config | None, registers: int | None
-) -> dict[str, Any]:
-    """What both kernels know when they are compiled. ``read``: the tensors whose strides count, q first."""
-    q_THD, head_dim = read[0], read[0].shape[2]
-    return {
-        "ROPE": rope is not None, "SIZE": block, "BLOCK": tile_dim(block), "HEAD_DIM": head_dim,
-        "HALF": tile_dim((head_dim + 1) // 2), "BLOCK_D": tile_dim(head_dim), "WIDE": wide(*read),
-        "PRECISION": precision_of(q_THD), "num_warps": (config or _config(q_THD, block)).warps, "maxnreg": registers,
-    }  # fmt: skip
-
-
-# -- one program: one block of one head --------------------------------------------------------------------------------
+def _launch(
+    kernel: Any, block: int, rope: Rope | None, read: tuple[Tensor, ...], tables: tuple[Tensor, ...], batch: Batch,
+    config: Config | None, registers: int | None,
+) -> Launch:  # fmt: skip
+    """The kernel with its constants. ``read``: the tensors [T, H, D] that it reads, q first; ``tables``: cos, sin."""
+    kind, angles = kind_of(batch, *read), kind_of(batch, *tables)
+    known = None not in (kind, angles) and config is None and registers is None
+    key = (kernel, kind, angles, tables[1].dtype, block, rope is not None)
+    found = PLANS.get(key) if known else None
+    if found is None:
+        q_THD, head_dim = read[0], read[0].shape[2]
+        found = Launch(
+            kernel, ROPE=rope is not None, SIZE=block, BLOCK=tile_dim(block), HEAD_DIM=head_dim,
+            HALF=tile_dim((head_dim + 1) // 2), BLOCK_D=tile_dim(head_dim), WIDE=wide(*read, *tables),
+            PRECISION=precision_of(q_THD), warps=(config or _config(q_THD, block)).warps, registers=registers,
+        )  # fmt: skip
+        if known:
+            PLANS[key] = found
+    return found
 
 
 @triton.jit(do_not_specialize=["heads", "n_tiles"])

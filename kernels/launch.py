@@ -14,10 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem.kernels.config import Config
 from gem.kernels.device import INTERPRETED
+from gem.kernels.schedule import Batch
 
 # A tile has at most 256 rows: below this row stride its offsets fit into 32 bits.
 _WIDE_STRIDE = 2**22
-_MOST_TMA_ROWS = 2**30
+MOST_TMA_ROWS = 2**30
 _MOST_TMA_STRIDE = 2**34
 _ANY = 0x7FFF0000
 
@@ -25,34 +26,37 @@ _ANY = 0x7FFF0000
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, key: Any = None, **options: Any) -> None:
-    """Run a kernel on the device of its first tensor, or only compile it inside ``compiling_only``.
+class Launch:
+    """A kernel with its constants, for arguments of one kind (``kind_of``).
 
-    ``key``: whatever decides how Triton specialises this launch, so that the next launch with an equal key runs what
-    this one compiled. Triton's own way there looks at each argument anew, 60 to 100 us of Python for these kernels.
-    None: Triton's way. The constants in ``options`` must come last in the kernel's signature and in its order.
+    The first run goes Triton's way, which looks at each argument to decide what to compile: 60 to 100 us of Python for
+    these kernels. Arguments of one kind decide the same, so later runs call at once what the first one compiled.
+    Constants come last in the kernel's signature and in its order.
     """
-    if _compiling.get():
-        kernel.warmup(*arguments, grid=grid, **options)
-        return
-    key = None if key is None or _hooked() else (kernel, key)
-    ready = _ready.get(key)
-    if ready is not None:
-        compiled, constants, index = ready
-        compiled.run(
-            grid[0], grid[1], 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
-            None, None, None, *arguments, *constants,
-        )  # fmt: skip
-        return
-    compiled = kernel[grid](*arguments, **options)
-    if key is not None:
-        constants = tuple(value for name, value in options.items() if name not in _OPTIONS)
-        _ready[key] = compiled, constants, torch.cuda.current_device()
+
+    def __init__(
+        self, kernel: Any, *, warps: int, stages: int = 1, registers: int | None = None, **constants: Any
+    ) -> None:
+        self.kernel, self.constants = kernel, tuple(constants.values())
+        self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        self.ready: tuple[Any, ...] | None = None
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Run it on the current device, or only compile it inside ``compiling_only``."""
+        if self.ready is not None and not _hooked():
+            run, function, metadata, index = self.ready
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            run(grid[0], 1, 1, stream, function, metadata, None, None, None, *arguments, *self.constants)
+        elif _compiling.get():
+            self.kernel.warmup(*arguments, grid=grid, **self.options)
+        else:
+            compiled = self.kernel[grid](*arguments, **self.options)
+            if len(grid) == 1 and not _hooked():
+                self.ready = (compiled.run, compiled.function, compiled.packed_metadata, torch.cuda.current_device())
 
 
-_OPTIONS = ("num_warps", "num_stages", "maxnreg")  # of a launch, no arguments of the kernel
-# (kernel, key) -> what Triton compiled for it, its constants, the device.
-_ready: dict[Any, tuple[Any, tuple, int]] = {}
+# What launchers have prepared, by kernel, kind of the arguments and whatever else decides.
+PLANS: dict[Any, Any] = {}
 # The shortcut calls what JITFunction.run calls, which is no public interface: only in versions where it was tried.
 _SHORTCUT = triton.__version__.startswith("3.6.") and not INTERPRETED
 
@@ -63,14 +67,25 @@ def _hooked() -> bool:
     return not _SHORTCUT or bool(hooks.launch_enter_hook.calls) or bool(hooks.launch_exit_hook.calls)
 
 
-def key_of(*tensors: Tensor) -> tuple | None:
-    """The part of a launch's key that its tensors decide; None where one does not start at 16 bytes."""
-    starts = 0
-    for x in tensors:
+def kind_of(batch: Batch, *tensors_THD: Tensor) -> tuple | None:
+    """What of a call's tensors and lengths decides how its kernels are compiled and which tiles they use.
+
+    Type (one for all), strides, device, mask, and the class of lengths (config.Shape). None where a tensor does not
+    start at 16 bytes: Triton then compiles for just those that do, so that such a call is prepared anew.
+    """
+    starts, fits = 0, True
+    for x in tensors_THD:
         starts |= x.data_ptr()
+        fits = fits and 0 < x.shape[0] <= MOST_TMA_ROWS
     if starts % 16:
         return None
-    return (tensors[0].get_device(), *[(x.dtype, x.stride()) for x in tensors])
+    samples = batch.size or 1
+    first = tensors_THD[0]
+    return (
+        first.dtype, first.shape[1:], first.get_device(), fits, batch.left, batch.right, batch.q_offsets is None,
+        ((batch.shared or batch.q_rows // samples) - 1).bit_length(), (batch.k_rows // samples - 1).bit_length(),
+        *[x.stride() for x in tensors_THD],
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -83,12 +98,12 @@ def compiling_only() -> Iterator[None]:
         _compiling.reset(token)
 
 
-def grid_of(config: Config, tiles: Tensor, heads: int) -> tuple[int, int]:
+def grid_of(config: Config, tiles: Tensor, heads: int) -> tuple[int]:
     """Programs: one for each tile and head, or as many as the GPU holds at once where the grid is persistent."""
     count = tiles.shape[0] * heads
     if config.persistent:
         count = min(count, multiprocessors(tiles.device) * config.persistent)
-    return count, 1
+    return (count,)
 
 
 @functools.cache
@@ -131,7 +146,7 @@ def _tma_fits(x: Tensor) -> bool:
     return (
         x.element_size() == 2 and head_dim == tile_dim(head_dim) and x.stride(2) == 1 and x.stride(1) == head_dim
         and row_bytes % 16 == 0 and 0 < row_bytes < _MOST_TMA_STRIDE
-        and x.data_ptr() % 16 == 0 and 0 < rows <= _MOST_TMA_ROWS
+        and x.data_ptr() % 16 == 0 and 0 < rows <= MOST_TMA_ROWS
     )  # fmt: skip
 
 
@@ -146,7 +161,7 @@ def ragged(x_THD: Tensor, block: int) -> TensorDescriptor:
     # Without its __init__, which checks what tma_fits has checked: 8 us a descriptor.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.padding = x_THD, "zero"
-    descriptor.shape = [_ANY, _ANY, _MOST_TMA_ROWS, heads * head_dim]
+    descriptor.shape = [_ANY, _ANY, MOST_TMA_ROWS, heads * head_dim]
     descriptor.strides = [2**34 - stride, stride, stride, 1]
     descriptor.block_shape = [1, 1, block, head_dim]
     return descriptor

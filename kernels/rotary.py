@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem.kernels.device import load_rows, read_tile, store_rows
-from gem.kernels.launch import last_contiguous, launch, tile_dim, wide
+from gem.kernels.launch import Launch, last_contiguous, tile_dim, wide
 from gem.kernels.schedule import Batch
 
 _TILE_ROWS = 32
@@ -31,12 +31,14 @@ def rotate(
     if out.numel() == 0:
         return out
     tiles = batch.tiles("q", _TILE_ROWS)
-    launch(
-        _rotate, (tiles.shape[0] * heads, 1),
-        x_THD, cos, sin, out, tiles,
+    run = Launch(
+        _rotate, BACK=back, HEAD_DIM=head_dim, HALF=tile_dim(head_dim // 2), ROWS=_TILE_ROWS,
+        WIDE=wide(x_THD, cos, sin), warps=4,
+    )  # fmt: skip
+    run(
+        (tiles.shape[0] * heads,), x_THD, cos, sin, out, tiles,
         x_THD.stride(0), x_THD.stride(1), cos.stride(0), sin.stride(0), out.stride(0), out.stride(1),
         heads, tiles.shape[0],
-        BACK=back, HEAD_DIM=head_dim, HALF=tile_dim(head_dim // 2), ROWS=_TILE_ROWS, WIDE=wide(x_THD, cos, sin),
     )  # fmt: skip
     return out
 

@@ -26,8 +26,9 @@ from gem.harness.params import SubjectParams
 from gem.harness.subjects import GARBAGE, Inputs, build_inputs, one_sample, run_reference
 
 # Relative to max(1, max |oracle|). The floor allows for roundings that cancel exactly in the plain run alone, as in the
-# softmax gradient of a sample with a single key; the bound is what no sound implementation of that dtype exceeds.
-FLOOR = {torch.float64: 2e-14, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# softmax gradient of a query with a single key: exactly 0 there, but d_out v - rowsum(out d_out) times a query where
+# the two sums run in different order, 3.1e-6 on a GPU. The bound is what no sound implementation of that dtype exceeds.
+FLOOR = {torch.float64: 2e-14, torch.float32: 6e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BOUND = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Root mean square of the error over that of the oracle: some ten times what sound implementations show.
 RELATIVE_RMS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}

@@ -185,11 +185,13 @@ def cxx_compiler() -> tuple[str | None, str]:
 def git_state() -> dict[str, Any]:
     """`git_commit` and `git_dirty` (tracked files changed) of the checkout that runs; None outside one.
 
-    Sources that travelled without their repository (to a GPU machine, say) learn from GEM_COMMIT which commit they are.
+    Sources that travelled without their repository, or into another one (to a GPU machine, say), learn from GEM_COMMIT
+    which commit they are.
     """
     root = paths.checkout_root()
-    nothing = {"git_commit": os.environ.get("GEM_COMMIT"), "git_dirty": None}
-    if root is None or shutil.which("git") is None:
+    told = os.environ.get("GEM_COMMIT")
+    nothing = {"git_commit": told, "git_dirty": None}
+    if told or root is None or shutil.which("git") is None:
         return nothing
     try:
         commit, status = (

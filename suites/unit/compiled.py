@@ -19,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gem.kernels import config
+from gem.kernels.launch import PLANS
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that one block may ask for
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -34,7 +35,7 @@ class Resources:
     spilled: int  # bytes stored to local memory
     shared: int  # bytes
     ptx: str
-    warnings: list[str]
+    warnings: list[str]  # "Potential Performance Loss: wgmma … are serialized" too, which ptxas files under info
 
 
 class _Driver:
@@ -85,6 +86,7 @@ def compiling_for(arch: int) -> Iterator[list[Resources]]:
 
 def _forget_kernels() -> None:
     """A kernel keeps what it was compiled to by device number, not by what the device is."""
+    PLANS.clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("gem.kernels"):
             for kernel in vars(module).values():
@@ -102,5 +104,5 @@ def _resources(name: str, constants: dict[str, Any], kernel: Any, arch: int) -> 
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert used and spilled, log
-    warnings = [line for line in log.splitlines() if "warning" in line.lower()]
+    warnings = [line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line]
     return Resources(name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, warnings)
