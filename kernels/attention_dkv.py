@@ -19,7 +19,7 @@ from gem.kernels.activations import activate_with_slope
 from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
 from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
@@ -62,7 +62,8 @@ def attention_dkv(
     plan.launch(
         grid_of(plan.config, tiles, heads),
         ragged(d_out_THD, block_m) if plan.tma else d_out_THD, ragged(q_THD, block_m) if plan.tma else q_THD,
-        k_THD, v_THD, dv if lse_HT is None else lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
+        d_out_THD, q_THD, k_THD, v_THD,
+        dv if lse_HT is None else lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
         *plan.strides, tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
         qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * out_scale, out_scale,
         *(bias or Bias()).arguments(dv),
@@ -99,14 +100,14 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(d_out_THD, q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
-        TMA=tma, warps=config.warps, stages=config.stages, registers=config.registers,
+        TMA=tma, WARM=config.warm, warps=config.warps, stages=config.stages, registers=config.registers,
     )  # fmt: skip
     return _Plan(config, tma, (*strides, *(heads * head_dim, head_dim) * 2), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
 def _dkv(
-    d_out_source, q_source, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles,
+    d_out_source, q_source, d_out_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles,
     d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
     n_tiles, heads, out_rows, left, right, scale, dk_scale, dv_scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
@@ -114,7 +115,7 @@ def _dkv(
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, WARM: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     EDGES: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -132,6 +133,11 @@ def _dkv(
             j = row + n
             k_base = k_ptr + k_start * k_row + head * k_head
             v_base = v_ptr + k_start * v_row + head * v_head
+            if WARM:
+                warm_rows(v_base, row, n, v_row, k_len, HEAD_DIM)
+                if low < high:
+                    warm_rows(q_ptr + q_start * q_row + head * q_head, low, m, q_row, q_len, HEAD_DIM)
+                    warm_rows(d_out_ptr + out_start * d_out_row + head * d_out_head, low, m, d_out_row, q_len, HEAD_DIM)
             k = load_rows(k_base, row, n, columns, k_row, k_len, HEAD_DIM, BLOCK_D, WIDE)
             v = load_rows(v_base, row, n, columns, v_row, k_len, HEAD_DIM, BLOCK_D, WIDE)
             per_row = head * out_rows + out_start

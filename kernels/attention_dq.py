@@ -19,7 +19,7 @@ from gem.kernels.activations import activate_with_slope
 from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
 from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
@@ -69,7 +69,8 @@ def attention_dq(
         plan.launch(
             grid_of(plan.config, tiles, heads),
             d_out_THD, q_THD, ragged(k_THD, block_n) if plan.tma else k_THD,
-            ragged(v_THD, block_n) if plan.tma else v_THD, out_THD, delta if lse_HT is None else lse_HT, dq, delta,
+            ragged(v_THD, block_n) if plan.tma else v_THD, k_THD, v_THD, out_THD,
+            delta if lse_HT is None else lse_HT, dq, delta,
             tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
             qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, *(bias or Bias()).arguments(dq),
         )  # fmt: skip
@@ -105,14 +106,14 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(*inputs), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        warps=config.warps, stages=config.stages, registers=config.registers,
+        WARM=config.warm,         warps=config.warps, stages=config.stages, registers=config.registers,
     )  # fmt: skip
     return _Plan(config, tma, (*strides, heads * head_dim, head_dim), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
 def _dq(
-    d_out_ptr, q_ptr, k_source, v_source, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles,
+    d_out_ptr, q_ptr, k_source, v_source, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles,
     d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
     n_tiles, heads, out_rows, left, right, scale, dq_scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
@@ -120,7 +121,7 @@ def _dq(
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, WARM: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     # Behind the keys' end k and v read 0, and so does every term of dq: GDPA masks nothing there. But exp2(0 - lse) may
@@ -139,6 +140,13 @@ def _dq(
             i = row + m
             q_base = q_ptr + q_start * q_row + head * q_head
             d_out_base = d_out_ptr + out_start * d_out_row + head * d_out_head
+            if WARM:
+                warm_rows(d_out_base, row, m, d_out_row, q_len, HEAD_DIM)
+                if SOFTMAX:
+                    warm_rows(out_ptr + out_start * out_row + head * out_head, row, m, out_row, q_len, HEAD_DIM)
+                if low < high:
+                    warm_rows(k_ptr + k_start * k_row + head * k_head, low, n, k_row, k_len, HEAD_DIM)
+                    warm_rows(v_ptr + k_start * v_row + head * v_head, low, n, v_row, k_len, HEAD_DIM)
             q = load_rows(q_base, row, m, columns, q_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
             d_out = load_rows(d_out_base, row, m, columns, d_out_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
             if SOFTMAX:

@@ -20,7 +20,7 @@ from gem.kernels.activations import activate
 from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
 from gem.kernels.launch import (
     PLANS,
     Launch,
@@ -76,8 +76,8 @@ def attention_forward(
     plan.launch(
         grid_of(plan.config, tiles, heads),
         q_THD, ragged(k_THD, block_n) if plan.tma else k_THD, ragged(v_THD, block_n) if plan.tma else v_THD,
-        out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right, plan.scale, out_scale,
-        *(bias or Bias()).arguments(out),
+        k_THD, v_THD, out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
+        plan.scale, out_scale, *(bias or Bias()).arguments(out),
     )  # fmt: skip
     return out, lse
 
@@ -116,14 +116,14 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        warps=config.warps, stages=config.stages, registers=config.registers,
+        WARM=config.warm,         warps=config.warps, stages=config.stages, registers=config.registers,
     )  # fmt: skip
     return _Plan(config, tma, scale, strides, launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
 def _forward(
-    q_ptr, k_source, v_source, out_ptr, lse_ptr, tiles,
+    q_ptr, k_source, v_source, k_ptr, v_ptr, out_ptr, lse_ptr, tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
     n_tiles, heads, out_rows, left, right, scale, out_scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
@@ -131,6 +131,7 @@ def _forward(
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr,
+    WARM: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     # Where -inf masks some tiles anyway, and where a bias gives the columns behind the end a score, the jagged end is
@@ -147,6 +148,11 @@ def _forward(
             out_start = sample.to(tl.int64) * q_len if SHARED else q_start
             low, high = seen_range(row, BLOCK_M, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
             columns, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+            if WARM:
+                if low < high:
+                    n = tl.arange(0, BLOCK_N)
+                    warm_rows(k_ptr + k_start * k_row + head * k_head, low, n, k_row, k_len, HEAD_DIM)
+                    warm_rows(v_ptr + k_start * v_row + head * v_head, low, n, v_row, k_len, HEAD_DIM)
             q_base = q_ptr + q_start * q_row + head * q_head
             q = load_rows(q_base, row, m, columns, q_row, q_len, HEAD_DIM, BLOCK_D, WIDE)
             if SIGN != 1:

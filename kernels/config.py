@@ -27,6 +27,7 @@ class Config:
     warps: int
     stages: int
     persistent: int = 0
+    warm: bool = False  # have the first tiles brought into L2 at the start
     registers: int | None = None  # at most, a thread: fewer let more programs share a multiprocessor
 
 

@@ -63,6 +63,21 @@ def load_tile(source, start, length, head, first, rows, columns, row_stride, hea
 
 
 @triton.jit
+def warm_rows(base, first, rows, row_stride, end, HEAD_DIM: tl.constexpr):
+    """Have rows [first, first + len(rows)) brought into L2 without waiting for them.
+
+    What stands before a loop is a chain of reads from DRAM: each tile read into shared memory is waited for before the
+    next is asked for. ``end`` > 0 bounds the rows that are touched.
+    """
+    if not UPCAST:  # inline assembly is not interpreted
+        LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+        lines = tl.arange(0, triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE))
+        row = tl.minimum(first + rows, end - 1).to(tl.int64)
+        address = (base + row[:, None] * row_stride + tl.minimum(lines * LINE, HEAD_DIM - 1)[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+
+
+@triton.jit
 def store_rows(base, first, rows, columns, row_stride, end, x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
     """The counterpart of ``load_rows``: only rows before ``end`` and columns before HEAD_DIM are written."""

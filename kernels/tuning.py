@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def candidates(shape: Shape) -> list[Config]:
     if shape.k_len <= 512 or shape.mask.startswith("window"):  # a few tiles each: what stands around the loop counts
         found += [Config(*tile, persistent=p) for tile in _SHORT[shape.kernel] for p in (0, 2, 3, 4)]
     found += [Config(*tile, registers=registers) for *tile, registers in _SQUEEZED[shape.kernel]]
+    if shape.k_len <= 512 or shape.mask.startswith("window") or shape.q_len <= 64:
+        found += [replace(config, warm=True) for config in found if not config.persistent]
     return list(dict.fromkeys(found))
 
 
