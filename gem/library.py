@@ -10,7 +10,6 @@ cores of an EPYC, torch 2.13) and an autograd.Function a fifth of it. Both run t
 
 import os
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def plain_call(*tensors: Tensor | None) -> bool:
     )
 
 
-def _eager(forward: Callable, setup: Callable, gradient: Callable) -> Callable:
+def _eager(name: str, forward: Callable, setup: Callable, gradient: Callable) -> Callable:
     """A call with gradients of flat arguments, as torch.autograd.Function makes one.
 
     Not by the new-style ``setup_context``, whose binding costs 30 us, nor by Function.apply, whose look for functorch's
@@ -70,15 +69,19 @@ def _eager(forward: Callable, setup: Callable, gradient: Callable) -> Callable:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
+            ctx.set_materialize_grads(False)  # or the log-sum-exp gets a gradient of zeros every backward
             output = forward(*inputs)
             setup(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx, *d_outputs):
+            saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
             with torch.no_grad():
-                grads = gradient(ctx, *d_outputs)
-            return _once(grads, (*ctx.saved_tensors, *d_outputs)) if torch.is_grad_enabled() else grads
+                grads = gradient(ctx, saved, *d_outputs)
+            return _once(grads, (*saved, *d_outputs)) if torch.is_grad_enabled() else grads
+
+    Eager.__name__ = Eager.__qualname__ = name
 
     apply: Callable = super(torch.autograd.Function, Eager).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -181,8 +184,12 @@ def _jagged_setup(ctx, inputs, output) -> None:
     )  # fmt: skip
 
 
-def _jagged_grad(ctx, d_out, _, backward: Callable = jagged_attention_backward):
-    q, k, v, out, lse, q_offsets, k_offsets, *bias = ctx.saved_tensors
+def _jagged_grad(ctx, d_out, _):
+    return _jagged_gradients(ctx, ctx.saved_tensors, d_out, backward=jagged_attention_backward)
+
+
+def _jagged_gradients(ctx, saved, d_out, _=None, *, backward: Callable = _jagged_attention_backward):
+    q, k, v, out, lse, q_offsets, k_offsets, *bias = saved
     dq, dk, dv, d_dense, d_position, d_time = backward(
         d_out, q, k, v, out, lse, q_offsets, k_offsets, ctx.causal, ctx.left, ctx.right, ctx.scale, *bias, ctx.impl
     )
@@ -193,9 +200,7 @@ def _jagged_grad(ctx, d_out, _, backward: Callable = jagged_attention_backward):
 
 
 jagged_attention.register_autograd(_jagged_grad, setup_context=_jagged_setup)
-eager_jagged_attention = _eager(
-    _jagged_attention, _jagged_setup, partial(_jagged_grad, backward=_jagged_attention_backward)
-)
+eager_jagged_attention = _eager("JaggedAttention", _jagged_attention, _jagged_setup, _jagged_gradients)
 
 
 # -- gdpa --------------------------------------------------------------------------------------------------------------
@@ -248,16 +253,20 @@ def _gdpa_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, q_offsets, k_offsets)
 
 
-def _gdpa_grad(ctx, d_out, backward: Callable = gdpa_backward):
+def _gdpa_grad(ctx, d_out):
+    return _gdpa_gradients(ctx, ctx.saved_tensors, d_out, backward=gdpa_backward)
+
+
+def _gdpa_gradients(ctx, saved, d_out, *, backward: Callable = _gdpa_backward):
     grads = backward(
-        d_out, *ctx.saved_tensors, ctx.activation, ctx.qk_scale, ctx.out_scale, ctx.causal, ctx.left, ctx.right,
+        d_out, *saved, ctx.activation, ctx.qk_scale, ctx.out_scale, ctx.causal, ctx.left, ctx.right,
         ctx.impl,
     )  # fmt: skip
     return (*grads, *[None] * 12)
 
 
 gdpa.register_autograd(_gdpa_grad, setup_context=_gdpa_setup)
-eager_gdpa = _eager(_gdpa, _gdpa_setup, partial(_gdpa_grad, backward=_gdpa_backward))
+eager_gdpa = _eager("Gdpa", _gdpa, _gdpa_setup, _gdpa_gradients)
 
 
 # -- block_attention ---------------------------------------------------------------------------------------------------
@@ -308,11 +317,15 @@ def _block_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, offsets, cos, sin)
 
 
-def _block_grad(ctx, d_out, backward: Callable = block_attention_backward):
-    q, k, v, offsets, cos, sin = ctx.saved_tensors
+def _block_grad(ctx, d_out):
+    return _block_gradients(ctx, ctx.saved_tensors, d_out, backward=block_attention_backward)
+
+
+def _block_gradients(ctx, saved, d_out, *, backward: Callable = _block_attention_backward):
+    q, k, v, offsets, cos, sin = saved
     grads = backward(d_out, q, k, v, offsets, ctx.block, cos, sin, ctx.scale, ctx.impl)
     return (*grads, *[None] * 8)
 
 
 block_attention.register_autograd(_block_grad, setup_context=_block_setup)
-eager_block_attention = _eager(_block_attention, _block_setup, partial(_block_grad, backward=_block_attention_backward))
+eager_block_attention = _eager("BlockAttention", _block_attention, _block_setup, _block_gradients)

@@ -178,7 +178,7 @@ def _bias(bias: Bias, b: int, q_range: tuple[int, int], k_range: tuple[int, int]
         device = bias.table.device
         distance = (torch.arange(q_len, device=device) + (k_len - q_len))[:, None] - torch.arange(k_len, device=device)
     elif isinstance(bias, TimeBias):
-        distance = bias.q_times[q0:q1, None] - bias.k_times[None, k0:k1]
+        distance = bias.q_times[q0:q1, None].long() - bias.k_times[None, k0:k1].long()
     else:
         raise TypeError(f"bias must be a tensor, PositionBias or TimeBias, got {type(bias).__name__}")
     bucket_LL = (distance[..., None] >= bias.boundaries).sum(-1)

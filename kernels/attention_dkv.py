@@ -20,7 +20,19 @@ from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
-from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.launch import (
+    PLANS,
+    Launch,
+    folds,
+    grid_of,
+    kind_of,
+    precision_of,
+    ragged,
+    remember,
+    tile_dim,
+    tma_fits,
+    wide,
+)
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
 from gem.kernels.tuning import choose
@@ -49,14 +61,14 @@ def attention_dkv(
     dv = torch.empty(v_THD.shape, dtype=v_THD.dtype, device=v_THD.device)
     if dk.numel() == 0:
         return dk, dv
-    kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
-    key = ("dkv", kind, activation, qk_scale, out_scale, dk.dtype)
+    kind = None if bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
+    key = ("dkv", kind, activation, dk.dtype, config)
     plan = PLANS.get(key)
     if plan is None:
         inputs = (d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT)
         plan = _plan(inputs, batch, activation, qk_scale, out_scale, bias or Bias(), dk_dtype, config)
         if kind is not None:
-            PLANS[key] = plan
+            remember(key, plan)
     heads, block_m = k_THD.shape[1], plan.config.block_m
     tiles = batch.tiles("k", plan.config.block_n)
     plan.launch(
@@ -65,7 +77,8 @@ def attention_dkv(
         d_out_THD, q_THD, k_THD, v_THD,
         dv if lse_HT is None else lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
         *plan.strides, tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
-        qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * out_scale, out_scale,
+        qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * (1.0 if plan.fold else out_scale),
+        out_scale,
         *(bias or Bias()).arguments(dv),
     )  # fmt: skip
     return dk, dv
@@ -75,6 +88,7 @@ def attention_dkv(
 class _Plan:
     config: Config
     tma: bool
+    fold: bool
     strides: tuple[int, ...]
     launch: Launch
 
@@ -100,9 +114,10 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(d_out_THD, q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
-        TMA=tma, WARM=config.warm, warps=config.warps, stages=config.stages, registers=config.registers,
+        TMA=tma, WARM=config.warm, FOLD=folds(activation, q_THD), warps=config.warps, stages=config.stages,
+        registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, (*strides, *(heads * head_dim, head_dim) * 2), launch)
+    return _Plan(config, tma, folds(activation, q_THD), (*strides, *(heads * head_dim, head_dim) * 2), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
@@ -115,7 +130,7 @@ def _dkv(
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    TMA: tl.constexpr, WARM: tl.constexpr,
+    TMA: tl.constexpr, WARM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     EDGES: tl.constexpr = HAS_LEFT or HAS_RIGHT
@@ -167,11 +182,13 @@ def _dkv(
                             x = tl.where(seen, x, float("-inf"))
                     lse = tl.load(lse_ptr + per_row + i, mask=i < q_len, other=float("inf"))
                     delta = tl.load(delta_ptr + per_row + i, mask=i < q_len, other=0.0)
-                    weights = tl.exp2(x - lse[None, :])
+                    weights = tl.exp2(tl.minimum(x - lse[None, :], 0.0))  # as in attention_dq
                     dx = weights * (d_weights - delta[None, :])
                 else:
                     weights, slope = activate_with_slope(x, ACTIVATION)
                     dx = slope * d_weights
+                    if FOLD:
+                        weights, dx = weights * dv_scale, dx * dv_scale
                     if EDGES:
                         if not whole:
                             seen = visible(i[None, :], j[:, None], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
@@ -182,4 +199,6 @@ def _dkv(
             dk_base = dk_ptr + k_start * dk_row + head * dk_head
             store_rows(dk_base, row, n, columns, dk_row, k_len, dk * dk_scale, HEAD_DIM, BLOCK_D, False)
             dv_base = dv_ptr + k_start * dv_row + head * dv_head
-            store_rows(dv_base, row, n, columns, dv_row, k_len, dv * dv_scale, HEAD_DIM, BLOCK_D, False)
+            if not FOLD:
+                dv = dv * dv_scale
+            store_rows(dv_base, row, n, columns, dv_row, k_len, dv, HEAD_DIM, BLOCK_D, False)

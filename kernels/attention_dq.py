@@ -20,7 +20,19 @@ from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
-from gem.kernels.launch import PLANS, Launch, grid_of, kind_of, precision_of, ragged, tile_dim, tma_fits, wide
+from gem.kernels.launch import (
+    PLANS,
+    Launch,
+    folds,
+    grid_of,
+    kind_of,
+    precision_of,
+    ragged,
+    remember,
+    tile_dim,
+    tma_fits,
+    wide,
+)
 from gem.kernels.masks import seen_range, tile_is_whole, visible
 from gem.kernels.schedule import Batch
 from gem.kernels.tuning import choose
@@ -56,14 +68,14 @@ def attention_dq(
     delta = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
     if dq.numel():
         out_THD = d_out_THD if out_THD is None else out_THD
-        kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD, out_THD)
-        key = ("dq", kind, activation, qk_scale, out_scale, dq.dtype)
+        kind = None if bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD, out_THD)
+        key = ("dq", kind, activation, dq.dtype, config)
         plan = PLANS.get(key)
         if plan is None:
             inputs = (d_out_THD, q_THD, k_THD, v_THD, out_THD)
             plan = _plan(inputs, lse_HT, batch, activation, qk_scale, out_scale, bias or Bias(), dtype, config)
             if kind is not None:
-                PLANS[key] = plan
+                remember(key, plan)
         heads, block_n = q_THD.shape[1], plan.config.block_n
         tiles = batch.tiles("q", plan.config.block_m)
         plan.launch(
@@ -72,7 +84,8 @@ def attention_dq(
             ragged(v_THD, block_n) if plan.tma else v_THD, k_THD, v_THD, out_THD,
             delta if lse_HT is None else lse_HT, dq, delta,
             tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
-            qk_scale * _LOG2E if softmax else qk_scale, qk_scale * out_scale, *(bias or Bias()).arguments(dq),
+            qk_scale * _LOG2E if softmax else qk_scale, qk_scale * (1.0 if plan.fold else out_scale), out_scale,
+            *(bias or Bias()).arguments(dq),
         )  # fmt: skip
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(dtype)
@@ -83,6 +96,7 @@ def attention_dq(
 class _Plan:
     config: Config
     tma: bool
+    fold: bool
     strides: tuple[int, ...]
     launch: Launch
 
@@ -106,22 +120,23 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(*inputs), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        WARM=config.warm,         warps=config.warps, stages=config.stages, registers=config.registers,
+        WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
+        registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, (*strides, heads * head_dim, head_dim), launch)
+    return _Plan(config, tma, folds(activation, q_THD), (*strides, heads * head_dim, head_dim), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
 def _dq(
     d_out_ptr, q_ptr, k_source, v_source, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, delta_ptr, tiles,
     d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, dq_row, dq_head,
-    n_tiles, heads, out_rows, left, right, scale, dq_scale,
+    n_tiles, heads, out_rows, left, right, scale, dq_scale, out_scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
     ACTIVATION: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    TMA: tl.constexpr, WARM: tl.constexpr,
+    TMA: tl.constexpr, WARM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     # Behind the keys' end k and v read 0, and so does every term of dq: GDPA masks nothing there. But exp2(0 - lse) may
@@ -177,10 +192,13 @@ def _dq(
                     if not whole:
                         seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
                         x = tl.where(seen, x, float("-inf"))
-                    dx = tl.exp2(x - lse[:, None]) * (d_weights - delta[:, None])
+                    # At most 1, whatever rounding did to x since the forward: scores of 1e6 have an ulp of 0.06.
+                    dx = tl.exp2(tl.minimum(x - lse[:, None], 0.0)) * (d_weights - delta[:, None])
                 else:
                     _, slope = activate_with_slope(x, ACTIVATION)
                     dx = slope * d_weights
+                    if FOLD:
+                        dx = dx * out_scale
                     if HAS_LEFT or HAS_RIGHT:
                         if not whole:
                             seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)

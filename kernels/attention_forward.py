@@ -4,7 +4,8 @@ One program computes a tile of queries of one sample and head over the keys that
 the loop. Rows behind a sample's end read as zeros, so their scores are 0: GDPA adds act(0) v = 0, and softmax adds
 exp(0 - max) to its sum for each of them and nothing to its output, which is subtracted again at the end
 (Jagged Flash Attention's masking by subtraction; -inf in every tile was 28 % of its instructions). -inf appears in
-the tiles that an edge of causal or window crosses, in no other; tiles beyond the edges are not visited.
+the tiles that an edge of causal or window crosses, and with a bias in the one that the keys' end crosses; tiles beyond
+the edges are not visited.
 
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
@@ -24,11 +25,13 @@ from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, stor
 from gem.kernels.launch import (
     PLANS,
     Launch,
+    folds,
     grid_of,
     kind_of,
     last_contiguous,
     precision_of,
     ragged,
+    remember,
     tile_dim,
     tma_fits,
     wide,
@@ -63,21 +66,25 @@ def attention_forward(
     lse = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
     if out.numel() == 0:
         return out, lse
-    kind = None if config or bias else kind_of(batch, q_THD, k_THD, v_THD)
-    key = ("forward", kind, activation, qk_scale, out_scale)
+    softmax = activation == "softmax"
+    # A row's maximum is found before it is scaled: that needs a scale >= 0, so the sign moves into q.
+    sign = 1 if qk_scale > 0 or not softmax else (-1 if qk_scale < 0 else 0)
+    scale = (abs(qk_scale) if sign else 1.0) * _LOG2E if softmax else qk_scale
+    kind = None if bias else kind_of(batch, q_THD, k_THD, v_THD)
+    key = ("forward", kind, activation, sign, config)
     plan = PLANS.get(key)
     if plan is None:
         q_THD, k_THD, v_THD = (last_contiguous(x) for x in (q_THD, k_THD, v_THD))
-        plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, bias or Bias(), config)
+        plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or Bias(), config)
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
-            PLANS[key] = plan
+            remember(key, plan)
     heads, block_n = q_THD.shape[1], plan.config.block_n
     tiles = batch.tiles("q", plan.config.block_m)
     plan.launch(
         grid_of(plan.config, tiles, heads),
         q_THD, ragged(k_THD, block_n) if plan.tma else k_THD, ragged(v_THD, block_n) if plan.tma else v_THD,
         k_THD, v_THD, out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
-        plan.scale, out_scale, *(bias or Bias()).arguments(out),
+        scale, out_scale, *(bias or Bias()).arguments(out),
     )  # fmt: skip
     return out, lse
 
@@ -86,17 +93,15 @@ def attention_forward(
 class _Plan:
     config: Config
     tma: bool
-    scale: float
     strides: tuple[int, ...]
     launch: Launch
 
 
 def _plan(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch, activation: str, qk_scale: float, out_scale: float,
-    bias: Bias, config: Config | None,
+    sign: int, bias: Bias, config: Config | None,
 ) -> _Plan:  # fmt: skip
     heads, head_dim = q_THD.shape[1:]
-    softmax = activation == "softmax"
     tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
     if config is None:
         how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale, "bias": bias}
@@ -104,9 +109,6 @@ def _plan(
             Shape.of("forward", q_THD, batch, activation, bias.kind, tma),
             lambda c: attention_forward(q_THD, k_THD, v_THD, batch, config=c, **how),
         )
-    # A row's maximum is found before it is scaled: that needs a scale >= 0, so the sign moves into q.
-    sign = 1 if qk_scale > 0 or not softmax else (-1 if qk_scale < 0 else 0)
-    scale = (abs(qk_scale) if sign else 1.0) * _LOG2E if softmax else qk_scale
     strides = (
         q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
         heads * head_dim, head_dim,
@@ -116,9 +118,10 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        WARM=config.warm,         warps=config.warps, stages=config.stages, registers=config.registers,
+        WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
+        registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, scale, strides, launch)
+    return _Plan(config, tma, strides, launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
@@ -131,7 +134,7 @@ def _forward(
     SHARED: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr, TMA: tl.constexpr,
-    WARM: tl.constexpr,
+    WARM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
     # Where -inf masks some tiles anyway, and where a bias gives the columns behind the end a score, the jagged end is
@@ -159,9 +162,10 @@ def _forward(
                 q = (q * SIGN).to(q_ptr.dtype.element_ty)
             acc, top, total = _over_keys(
                 q, k_source, v_source, row, low, high, q_len, k_len, k_row, k_head, v_row, v_head, left, right, scale,
-                sample, head, q_start, k_start, bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k,
+                out_scale, sample, head, q_start, k_start, bias_ptr, boundaries, q_times, k_times, bias_b, bias_h,
+                bias_q, bias_k,
                 n_boundaries, ACTIVATION, MASKED, HAS_LEFT, HAS_RIGHT, BIAS, BIAS_STEPS, HEAD_DIM, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDE, PRECISION, TMA,
+                BLOCK_N, WIDE, PRECISION, TMA, FOLD,
             )  # fmt: skip
             if SOFTMAX:
                 if not MASKED:
@@ -176,15 +180,16 @@ def _forward(
                     if (padded > 0) & (tl.max(doubtful.to(tl.int32), 0) > 0):
                         acc, top, total = _over_keys(
                             q, k_source, v_source, row, low, high, q_len, k_len, k_row, k_head, v_row, v_head, left,
-                            right, scale, sample, head, q_start, k_start, bias_ptr, boundaries, q_times, k_times,
+                            right, scale, out_scale, sample, head, q_start, k_start, bias_ptr, boundaries, q_times,
+                            k_times,
                             bias_b, bias_h, bias_q, bias_k, n_boundaries, ACTIVATION, True, HAS_LEFT, HAS_RIGHT, BIAS,
-                            BIAS_STEPS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, WIDE, PRECISION, TMA,
+                            BIAS_STEPS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, WIDE, PRECISION, TMA, FOLD,
                         )  # fmt: skip
                 # A sum of 0: nothing seen. NaN is not 0 and stays.
                 acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
                 lse = tl.where(total == 0.0, float("inf"), top + tl.log2(total))
                 tl.store(lse_ptr + head * out_rows + out_start + row + m, lse, mask=row + m < q_len)
-            else:
+            elif not FOLD:
                 acc = acc * out_scale
             out_base = out_ptr + out_start * out_row + head * out_head
             store_rows(out_base, row, m, columns, out_row, q_len, acc, HEAD_DIM, BLOCK_D, False)
@@ -192,11 +197,12 @@ def _forward(
 
 @triton.jit
 def _over_keys(
-    q, k_source, v_source, row, low, high, q_len, k_len, k_row, k_head, v_row, v_head, left, right, scale, sample, head,
-    q_start, k_start, bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
+    q, k_source, v_source, row, low, high, q_len, k_len, k_row, k_head, v_row, v_head, left, right, scale, out_scale,
+    sample,
+    head, q_start, k_start, bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
     ACTIVATION: tl.constexpr, MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """(sum of weights times v, [M, D]; the rows' maxima in base 2 and sums of weights, [M], 0 for GDPA)."""
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
@@ -232,6 +238,8 @@ def _over_keys(
             top = higher
         else:
             weights = activate(x * scale, ACTIVATION)
+            if FOLD:
+                weights = weights * out_scale
             if MASKED:
                 if not whole:
                     seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)

@@ -59,7 +59,7 @@ def bias_gradient(
     parts = torch.zeros((tiles.shape[0], heads, n), dtype=torch.float32, device=q_THD.device)
     if parts.numel():
         run = Launch(_bucket_gradient, BLOCK_BUCKETS=triton.next_power_of_2(n), **options)
-        run((tiles.shape[0], heads), *inputs, *bias.arguments(parts), parts, tiles, tiles.shape[0], n)
+        run((tiles.shape[0] * heads,), *inputs, *bias.arguments(parts), parts, tiles, tiles.shape[0], n)
     table_NH = parts.sum(0).t()
     return table_NH if bias.values.shape[1] > 1 else table_NH.sum(1, keepdim=True)
 
@@ -70,12 +70,13 @@ def _dense_gradient(bias: Bias, block_m: int, block_n: int, inputs: tuple, optio
     grad = torch.zeros(shape, dtype=torch.float32, device=bias.values.device)
     if grad.numel() == 0:
         return grad
-    grid = (-(-shape[2] // block_m) * -(-shape[3] // block_n), shape[1], shape[0])
+    tiles = -(-shape[2] // block_m) * -(-shape[3] // block_n)
+    grid = (tiles * shape[1] * shape[0],)  # one axis: the others end at 65,535
     run = Launch(
         _dense_gradient_kernel, ALL_SAMPLES=shape[0] == 1, ALL_HEADS=shape[1] == 1, ALL_QUERIES=shape[2] == 1,
         ALL_KEYS=shape[3] == 1, **options,
     )  # fmt: skip
-    run(grid, *inputs, *bias.arguments(grad), grad, *grad.stride(), shape[2], shape[3])
+    run(grid, *inputs, *bias.arguments(grad), grad, *grad.stride(), shape[1], shape[2], shape[3])
     return grad
 
 
@@ -105,18 +106,20 @@ def _score_gradient(
     per_row = head * q_rows + q_start + i
     lse = tl.load(lse_ptr + per_row, mask=i < q_len, other=float("inf"))
     delta = tl.load(delta_ptr + per_row, mask=i < q_len, other=0.0)
-    dx = tl.exp2(x - lse[:, None]) * (d_weights - delta[:, None])
+    dx = tl.exp2(tl.minimum(x - lse[:, None], 0.0)) * (d_weights - delta[:, None])
     seen = visible(i[:, None], j[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
     return tl.where(seen & (i < q_len)[:, None], dx, 0.0)
 
 
-@triton.jit(do_not_specialize=["batch_size", "q_rows", "k_rows", "left", "right", "grad_q_len", "grad_k_len"])
+@triton.jit(
+    do_not_specialize=["batch_size", "q_rows", "k_rows", "left", "right", "grad_heads", "grad_q_len", "grad_k_len"]
+)
 def _dense_gradient_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets,
     d_out_row, d_out_head, q_row, q_head, k_row, k_head, v_row, v_head,
     batch_size, heads, q_rows, k_rows, left, right, scale,
     bias_ptr, boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries,
-    grad_ptr, grad_b, grad_h, grad_q, grad_k, grad_q_len, grad_k_len,
+    grad_ptr, grad_b, grad_h, grad_q, grad_k, grad_heads, grad_q_len, grad_k_len,
     ALL_SAMPLES: tl.constexpr, ALL_HEADS: tl.constexpr, ALL_QUERIES: tl.constexpr, ALL_KEYS: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr, BIAS_STEPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,9 +127,10 @@ def _dense_gradient_kernel(
 ):  # fmt: skip
     """One program a tile of the bias; it walks whatever shares that tile: samples, heads, queries, keys."""
     tiles_k = tl.cdiv(grad_k_len, BLOCK_N)
-    tile_q = (tl.program_id(0) // tiles_k) * BLOCK_M
-    tile_k = (tl.program_id(0) % tiles_k) * BLOCK_N
-    first_sample, first_head = tl.program_id(2), tl.program_id(1)
+    tiles = tl.cdiv(grad_q_len, BLOCK_M) * tiles_k
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    tile_q, tile_k = (tile // tiles_k) * BLOCK_M, (tile % tiles_k) * BLOCK_N
+    first_sample, first_head = rest // grad_heads, rest % grad_heads
     n_samples = batch_size if ALL_SAMPLES else 1
     n_heads = heads if ALL_HEADS else 1
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -172,7 +176,7 @@ def _bucket_gradient(
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of queries and a head; its sums by bucket are a row of ``parts``, added up afterwards."""
-    index, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     tile = read_tile(tiles, index, n_tiles)  # pyright: ignore[reportGeneralTypeIssues]
     sample, first, q_start, q_len, k_start, k_len = tile
     if (sample >= 0) & (sample < batch_size):
@@ -194,10 +198,10 @@ def _bucket_gradient(
             )  # fmt: skip
             # Only the buckets that the tile has: far from the diagonal that is one.
             inside = (i < q_len)[:, None] & (j < k_len)[None, :]
-            lowest = tl.min(tl.min(tl.where(inside, bucket, n_boundaries), 1), 0)
-            highest = tl.max(tl.max(tl.where(inside, bucket, 0), 1), 0)
+            lowest = tl.min(tl.where(inside, bucket, n_boundaries))
+            highest = tl.max(tl.where(inside, bucket, 0))
             for b in range(lowest, highest + 1):
-                part = tl.sum(tl.sum(tl.where(bucket == b, dx, 0.0), 1), 0)
+                part = tl.sum(tl.where(bucket == b, dx, 0.0))
                 sums += tl.where(number == b, part, 0.0)
         offset = (tl.cast(index, tl.int64) * heads + head) * n_buckets
         tl.store(parts_ptr + offset + number, sums, mask=number < n_buckets)

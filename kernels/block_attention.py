@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gem.kernels.config import Config
 from gem.kernels.device import LOG2E, dot, load_rows, read_tile, store_rows
-from gem.kernels.launch import PLANS, Launch, kind_of, last_contiguous, precision_of, tile_dim, wide
+from gem.kernels.launch import PLANS, Launch, kind_of, last_contiguous, precision_of, remember, tile_dim, wide
 from gem.kernels.ops import attention_backward, attention_forward
 from gem.kernels.rotary import load_angles, load_halves, rotate, store_halves, tile_of_heads, turned
 from gem.kernels.schedule import Batch
@@ -136,7 +136,7 @@ def _launch(
             PRECISION=precision_of(q_THD), warps=(config or _config(q_THD, block)).warps, registers=registers,
         )  # fmt: skip
         if known:
-            PLANS[key] = found
+            remember(key, found)
     return found
 
 

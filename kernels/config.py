@@ -98,6 +98,8 @@ def default(shape: Shape) -> Config:
         return Config(128, 128, 4, 1) if max(shape.q_len, shape.k_len) > 128 else Config(32, 32, 4, 1)
     if shape.dtype == "float32":
         return _default_fp32(shape)
+    if shape.bias:
+        return _default_bias(shape)
     kind = "long"
     if shape.mask.startswith("window"):
         kind = "window"
@@ -109,16 +111,30 @@ def default(shape: Shape) -> Config:
     chosen = _DEFAULT[shape.kernel][size].get(kind, _DEFAULT[shape.kernel][size]["long"])
     if shape.kernel == "dkv" and size == 64 and shape.activation != "softmax":
         chosen = Config(64, 64, 4, 3)  # the slope takes the registers that 128 queries would
+    if shape.kernel == "dkv" and shape.arch < 90:
+        chosen = replace(chosen, block_m=min(chosen.block_m, 64))  # 128 spill there: mma.sync takes more registers
     if shape.q_len <= 32 and kind == "few queries":
         chosen = replace(chosen, block_m=32) if shape.kernel != "forward" else chosen
     return chosen
 
 
+def _default_bias(shape: Shape) -> Config:
+    """The compiler pipelines a bias like keys: a dense tile a stage, and for buckets each gather of the search.
+
+    Half a megabyte of shared memory at the tiles that are best without one; buckets get no pipeline at all.
+    """
+    stages = 2 if shape.bias == "dense" else 1
+    if shape.head_dim > 128:
+        return Config(32, 64, 8, 1) if shape.kernel == "dkv" else Config(64, 32, 4, stages)
+    return Config(32, 64, 4, stages) if shape.kernel == "dkv" else Config(64, 64, 4, stages)
+
+
 def _default_fp32(shape: Shape) -> Config:
     """Products in full fp32 run on the ordinary ALUs: small tiles, for the registers and an A100's shared memory."""
+    stages = 1 if shape.bias else 2
     if shape.head_dim > 128:
-        return Config(16, 32, 4, 2) if shape.kernel == "forward" else Config(16, 16, 4, 2)
-    return Config(32, 32, 4, 2)
+        return Config(16, 32, 4, stages) if shape.kernel == "forward" else Config(16, 16, 4, stages)
+    return Config(32, 32, 4, stages)
 
 
 _DEFAULT: dict[str, dict[int, dict[str, Config]]] = {
@@ -140,5 +156,4 @@ _DEFAULT: dict[str, dict[int, dict[str, Config]]] = {
         128: {"long": Config(64, 64, 4, 2)},
         256: {"long": Config(32, 64, 8, 2)},
     },
-    "bias": {size: {"long": Config(64, 64, 4, 2)} for size in (64, 128, 256)},
 }  # fmt: skip

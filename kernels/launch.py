@@ -57,6 +57,16 @@ class Launch:
 
 # What launchers have prepared, by kernel, kind of the arguments and whatever else decides.
 PLANS: dict[Any, Any] = {}
+_MOST_PLANS = 4096
+
+
+def remember(key: Any, plan: Any) -> None:
+    """Keep a plan. Shapes that never come again must not fill the memory: past a bound all are made anew."""
+    if len(PLANS) >= _MOST_PLANS:
+        PLANS.clear()
+    PLANS[key] = plan
+
+
 # The shortcut calls what JITFunction.run calls, which is no public interface: only in versions where it was tried.
 _SHORTCUT = triton.__version__.startswith("3.6.") and not INTERPRETED
 
@@ -125,6 +135,14 @@ def tile_dim(head_dim: int) -> int:
 def wide(*tensors: Tensor) -> bool:
     """Whether offsets inside a tile may need 64 bits."""
     return any(x.stride(0) >= _WIDE_STRIDE for x in tensors)
+
+
+def folds(activation: str, x: Tensor) -> bool:
+    """Whether GDPA's weights take out_scale before they are rounded, not the product with them after.
+
+    fp16 ends at 65,504, which weights may pass where out_scale times them does not (1 / N, as HSTU has it).
+    """
+    return activation != "softmax" and x.dtype == torch.float16
 
 
 def precision_of(x: Tensor) -> str:

@@ -6,11 +6,14 @@ the tail of a launch is made of the shortest (longest-processing-time-first; GDP
 without it). Only shapes decide its length, so nothing is read back from the device.
 
 All layers that use the same offsets tensors share one list: it is kept beside the offsets as long as they live and are
-not written to.
+not written to. torch counts writes (``_version``), but not those behind its back: through ``.data``, memory shared with
+numpy or DLPack, another library's kernel, a replayed CUDA graph. Who writes offsets in such a way sets
+``GEM_SCHEDULE_CACHE=0``, which builds the list at every call.
 
 Legend: B samples, N tiles of the list (an upper bound; what is left over names no sample).
 """
 
+import os
 import weakref
 from dataclasses import dataclass
 
@@ -137,6 +140,8 @@ def _block_offsets(offsets: Tensor, rows: int, block: int) -> Tensor:
 
 # id of the keys' offsets -> (weak reference to them, lists by what they depend on). Tensors do not hash by identity.
 _kept: dict[int, tuple[weakref.ref, dict]] = {}
+_MOST_LISTS = 64  # for one tensor of offsets: a model has a few masks and tile sizes
+_KEEP = os.environ.get("GEM_SCHEDULE_CACHE", "1") != "0"
 
 
 def _cached(batch: Batch, what: tuple, build):
@@ -162,7 +167,7 @@ def _cached(batch: Batch, what: tuple, build):
 
 def _state(offsets: Tensor) -> tuple | None:
     """What tells that a tensor still holds what it held; None where that cannot be told and nothing may be kept."""
-    if offsets.is_inference():
+    if not _KEEP or offsets.is_inference():
         return None  # it counts no versions
     stream = 0
     if offsets.is_cuda:
@@ -174,11 +179,10 @@ def _state(offsets: Tensor) -> tuple | None:
 
 
 def _forget_older(lists: dict, state: tuple) -> None:
-    """Drop lists made from offsets that were written to since."""
-    for key in [key for key in lists if _written_since(key, state)]:
-        del lists[key]
-
-
-def _written_since(key: tuple, state: tuple) -> bool:
-    old = key[2][0]
-    return old[0] == state[0][0] and old[1] != state[0][1]
+    """Drop lists whose offsets were written to since or are gone, and the oldest where there are many."""
+    for key, (owners, _) in list(lists.items()):  # a copy: another thread may be adding
+        changed = any(old[0] == new[0] and old[1] != new[1] for old in key[2] for new in state)
+        if changed or any(owner() is None for owner in owners):
+            lists.pop(key, None)
+    while len(lists) >= _MOST_LISTS:
+        lists.pop(next(iter(lists)), None)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import triton
 from gem.kernels.config import Config, Shape, default
 from gem.kernels.launch import compiling_only
 
+log = logging.getLogger("gem")
 _FAST_ENOUGH = 1.02  # of the fastest: among those the first candidate, so that noise does not decide
 
 
@@ -38,7 +40,10 @@ def choose(shape: Shape, launch: Callable[[Config], Any]) -> Config:
 @functools.lru_cache(4096)
 def _known(shape: Shape) -> Config | None:
     entry = _read().get(shape.key()) if shape.arch else None
-    return None if entry is None else Config(**entry["config"])
+    try:
+        return None if entry is None else Config(**entry["config"])
+    except (TypeError, KeyError):  # written by other hands: as good as nothing
+        return None
 
 
 def candidates(shape: Shape) -> list[Config]:
@@ -151,16 +156,20 @@ def _sources() -> str:
 
 def _read() -> dict[str, Any]:
     try:
-        return json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home directory
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _keep(shape: Shape, best: Config, medians: dict[Config, float], failures: dict[str, str]) -> None:
-    file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     ms = {repr(config): round(value, 5) for config, value in sorted(medians.items(), key=lambda item: item[1])}
     entries = _read() | {shape.key(): {"config": asdict(best), "ms": ms, "failed": failures}}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-        json.dump(entries, part, indent=1)
-    Path(part.name).replace(file)
+    try:
+        file = cache_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+            json.dump(entries, part, indent=1)
+        Path(part.name).replace(file)
+    except (OSError, RuntimeError) as error:
+        log.warning("gem: autotune: the choice for %s could not be kept: %s", shape.key(), error)

@@ -30,6 +30,9 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
         raise RequestError("no case selected; gem list shows the declared cases")
     cases = [_with_peers(case, options.peers) for case in cases]
     if options.impls is not None:
+        unknown = [name for name in options.impls if name not in names.IMPLEMENTATIONS]
+        if unknown or not options.impls:
+            raise RequestError(f"impls: {unknown or options.impls}; accepted: {', '.join(names.IMPLEMENTATIONS)}")
         cases = [case.model_copy(update={"impls": options.impls}) for case in cases]
     document = Document(environment=environment.capture(options.device), request=_request(options))
     with open_session(options) as session:
