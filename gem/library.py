@@ -70,12 +70,15 @@ def _eager(name: str, forward: Callable, setup: Callable, gradient: Callable) ->
         @staticmethod
         def forward(ctx, *inputs):
             ctx.set_materialize_grads(False)  # or the log-sum-exp gets a gradient of zeros every backward
+            ctx.count = len(inputs)
             output = forward(*inputs)
             setup(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx, *d_outputs):
+            if d_outputs[0] is None:
+                return (None,) * ctx.count
             saved = ctx.saved_tensors  # once: a checkpoint unpacks each tensor a single time
             with torch.no_grad():
                 grads = gradient(ctx, saved, *d_outputs)

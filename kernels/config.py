@@ -9,7 +9,7 @@ and keeps the choice on disk (``gem.kernels.tuning``).
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Config:
     block_n: int  # keys of a tile
     warps: int
     stages: int
+    _: KW_ONLY
     persistent: int = 0
     warm: bool = False  # have the first tiles brought into L2 at the start
     registers: int | None = None  # at most, a thread: fewer let more programs share a multiprocessor
