@@ -108,6 +108,27 @@ def test_a_row_whose_maximum_is_so_far_below_0_that_nothing_of_it_is_left():
     torch.testing.assert_close(out.double(), right, atol=5e-3, rtol=0)  # scores of 20000 are good to 1e-3
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e8])
+def test_no_weight_is_above_1_however_large_the_scores(scale):
+    """Scores of 1e9 have an ulp of 64: the backward's are not quite those that the forward summed."""
+    tensors, qo, ko = batch(q_lens=[33, 5], k_lens=[40, 20])
+    leaves = [x.requires_grad_() for x in tensors]
+    out = attention(*leaves, qo, ko, scale=scale)
+    _, _, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert out.isfinite().all() and (dv[:40] <= 33).all() and (dv[40:] <= 5).all()
+
+
+def test_weights_that_float16_does_not_hold_times_a_small_scale():
+    """65,504 is its largest number: relu(300)**2 / 1000 fits into it, relu(300)**2 does not."""
+    tensors, qo, ko = batch(dtype=torch.float16)
+    how = {"activation": "relu_squared", "qk_scale": 60.0, "out_scale": 1e-5, "q_offsets": qo, "k_offsets": ko}
+    got = run(lambda *x: gdpa(*x, **how), tensors)
+    right = run(lambda *x: reference.gdpa(*x, **how), tensors)
+    for x, exact in zip(got, right, strict=True):
+        assert exact.isfinite().all()
+        torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=4e-3 * float(exact.abs().max()))
+
+
 # -- what one sample holds stays in it ---------------------------------------------------------------------------------
 
 

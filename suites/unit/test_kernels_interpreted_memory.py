@@ -3,6 +3,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 # Calls unpack tuples of tensors; their lengths are not in the types.
 
+import math
 from itertools import chain
 
 import pytest
@@ -94,18 +95,27 @@ def _deal(owners, times, count, PERSISTENT: tl.constexpr):
             tl.store(times + item, tl.load(times + item) + 1)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 7))
-def test_a_persistent_grid_deals_all_work_once_and_evenly(costs, programs):
-    """Sorted work in zigzag: no program has more than another by more than the longest piece; straight, it adds up."""
-    costs = torch.tensor(sorted(costs, reverse=True))
-    owners, times = torch.full((2, len(costs)), -1, dtype=torch.int32)
-    times.zero_()
+def loads(costs: torch.Tensor, programs: int) -> torch.Tensor:
+    """Sum of the costs that each program of a persistent grid gets; each item is taken once."""
+    owners, times = torch.full((len(costs),), -1, dtype=torch.int32), torch.zeros(len(costs), dtype=torch.int32)
     _deal[(programs,)](owners, times, len(costs), PERSISTENT=True)
     assert (times == 1).all()
-    loads = torch.zeros(programs, dtype=torch.int64).index_add_(0, owners.long(), costs)
+    return torch.zeros(programs, dtype=torch.int64).index_add_(0, owners.long(), costs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 7))
+def test_a_persistent_grid_deals_all_work_once_and_no_worse_than_straight(costs, programs):
+    costs = torch.tensor(sorted(costs, reverse=True))
     straight = torch.zeros(programs, dtype=torch.int64).index_add_(0, torch.arange(len(costs)) % programs, costs)
-    assert loads.max() <= straight.max() and loads.max() - loads.min() <= costs[0]
+    dealt = loads(costs, programs)
+    assert dealt.max() <= straight.max() and dealt.max() - dealt.min() <= costs[0]
+
+
+@pytest.mark.parametrize("programs", [2, 5])
+def test_a_persistent_grid_deals_evenly(programs):
+    """Of costs that fall in even steps everyone gets the same; straight, the first would get a step more every turn."""
+    assert loads(torch.arange(6 * programs, 0, -1), programs).unique().numel() == 1
 
 
 def test_an_ordinary_grid_takes_the_list_in_order():
@@ -167,26 +177,27 @@ def test_a_gradient_and_values_that_were_expanded(shape):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def far_apart(x: torch.Tensor, strides: tuple[int, int]) -> torch.Tensor:
+def far_apart(x: torch.Tensor, row: int, head: int) -> torch.Tensor:
     """x [T, H, D] at these strides of rows and heads. What lies between is never touched: it costs addresses alone."""
-    reach = (x.shape[0] - 1) * strides[0] + (x.shape[1] - 1) * strides[1] + x.shape[2]
+    reach = (x.shape[0] - 1) * row + (x.shape[1] - 1) * head + x.shape[2]
     assert reach > 2**31
     try:
         memory = torch.empty(reach, dtype=x.dtype)
     except RuntimeError as error:  # an address space that is limited
         pytest.skip(f"no room for {reach * x.element_size()} bytes of addresses: {str(error).splitlines()[0]}")
-    return memory.as_strided(x.shape, (*strides, 1)).copy_(x)
+    return memory.as_strided(x.shape, (row, head, 1)).copy_(x)
 
 
-FAR = {"rows": (2**26 + 8, DIM), "heads": (DIM, 2**31 + 8), "many_rows": (2**22 - 8, DIM)}
+# (Rows, strides of rows and heads): a product of 32 bits would wrap for row 31 of a tile and for its first row 32, for
+# head 2, and for the first row of the second sample, whose rows lie close enough for offsets of 32 bits in a tile.
+FAR = {"rows": (40, 70_000_000, DIM), "heads": (40, DIM, 2**30 + 8), "many_rows": (530, 2**22 - 8, DIM)}
 
 
 @pytest.mark.parametrize("far", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("strides", FAR)
 def test_offsets_that_32_bits_do_not_hold(strides, far):
-    """Of a sample's start, of a tile in it, of a row in the tile, of a head."""
-    count = 530 if strides == "many_rows" else 40
-    q, k, v, d_out = (rows(count, HEADS, DIM, torch.float16, seed) for seed in range(4))
+    count, *apart = FAR[strides]
+    q, k, v, d_out = (rows(count, 3, DIM, torch.float16, seed) for seed in range(4))
     names = {"q": q, "k": k, "v": v, "d_out": d_out}
     # Few rows on the other side of the long sample: it costs the interpreter next to nothing.
     long, short = offsets([count - 4, 1, 3]), offsets([1, 30, 9])
@@ -198,7 +209,7 @@ def test_offsets_that_32_bits_do_not_hold(strides, far):
         return [out, *torch.autograd.grad(out, leaves, names["d_out"])]
 
     near = results()
-    names[far] = far_apart(names[far], FAR[strides])
+    names[far] = far_apart(names[far], *apart)
     assert all(torch.equal(a, b) for a, b in zip(near, results(), strict=True))
 
 
@@ -268,6 +279,18 @@ def test_queries_without_keys_are_0_and_send_nothing_back(mask):
     assert out[blind:45].abs().min() > 0 and dk[:2].abs().max() > 0 and dv[:2].abs().max() > 0
     right = reference.jagged_attention(q, k, v, qo, ko, **MASKS[mask])
     torch.testing.assert_close(out.double(), right, atol=2e-6, rtol=0)
+
+
+def test_the_log_sum_exp_that_the_backward_reads():
+    """In base 2; +inf for queries that see nothing, so that exp2(score - lse) is 0."""
+    (q, k, v), qo, ko = batch(q_lens=[40, 5], k_lens=[0, 33])
+    for right in (-1, 0):
+        _, lse = attention_forward(q, k, v, Batch(qo, ko, q.shape[0], k.shape[0], right=right), qk_scale=0.3)
+        assert (lse[:, :40] == torch.inf).all()
+        scores = 0.3 * torch.einsum("qhd,khd->hqk", q[40:45].double(), k[:33].double())
+        hidden = torch.arange(33)[None] > torch.arange(5)[:, None] + 28 + (0 if right == 0 else 99)
+        exact = scores.masked_fill(hidden, -torch.inf).logsumexp(-1) / math.log(2)
+        torch.testing.assert_close(lse[:, 40:45].double(), exact, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 7), (7, 0), (7, 7)])

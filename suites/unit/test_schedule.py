@@ -156,13 +156,27 @@ def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(
         old = weakref.ref(tiles)
         del tiles
         (q if written == "q" else k)[1] += (-1) ** turn * (turn + 1)
-        if written == "k":
-            Batch(q, k, 14, 14).tiles("q", 4)
-            gc.collect()
-            assert old() is None
+        Batch(q, k, 14, 14).tiles("q", 4)
+        gc.collect()
+        assert old() is None
+
+
+def test_lists_of_keys_that_stay_do_not_pile_up():
+    """New queries every step, or masks without end, beside keys' offsets that live as long as the model."""
+    k, at_once = offsets([6, 8]), []
+    for _ in range(5):
+        q = offsets([5, 9])
+        at_once.append(torch.empty_like(q))  # so that the next queries lie elsewhere
+        Batch(q, k, 14, 14).tiles("q", 4)
+        del q
+    assert len(schedule._kept[id(k)][1]) == 1
+    for left in range(3 * schedule._MOST_LISTS):
+        Batch(k, k, 14, 14, left=left).tiles("q", 4)
+    assert len(schedule._kept[id(k)][1]) <= schedule._MOST_LISTS
 
 
 def test_nothing_is_kept_of_offsets_that_died():
+    gc.collect()
     before = set(schedule._kept)
     o = offsets([5, 9])
     old = weakref.ref(Batch(o, o, 14, 14).tiles("q", 4))
@@ -181,6 +195,7 @@ def test_another_tensor_with_the_number_of_a_dead_one_gets_its_own_list():
     lists = {(*key[:2], (state, state), *key[3:]): value for key, value in lists.items()}
     schedule._kept[id(new)] = reference, lists
     assert samples_of(Batch(new, new, 14, 14).tiles("q", 4)) == [3, 11]
+    assert schedule._kept[id(new)][0]() is new  # so that the entry goes when this one does
     del old
     gc.collect()
     assert samples_of(Batch(new, new, 14, 14).tiles("q", 4)) == [3, 11]
