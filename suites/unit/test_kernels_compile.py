@@ -32,9 +32,9 @@ from gem.kernels.schedule import Batch
 
 ARCHES = (80, 90, 100)
 # Bytes that a thread may spill to local memory: a little more than the most that was found.
-MOST_SPILLED = {torch.bfloat16: 448, torch.float16: 448, torch.float32: 1792}
+MOST_SPILLED = {torch.bfloat16: 384, torch.float16: 384, torch.float32: 1792}
 # Where each pair's bucket is looked up (64-bit distances of a whole tile), and where rows start at any address.
-MOST_SPILLED_BESIDES = 3200
+MOST_SPILLED_BESIDES = 1152
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 MATRIX_ROWS = {80: 16, 90: 64, 100: 64}  # fewer rows of a product go through an older unit
 COPY_ENGINE = "cp.async.bulk.tensor"
