@@ -25,14 +25,20 @@ def _tanh(x):
 
 
 @triton.jit
+def _positive(x):
+    # A GPU's plain maximum takes the number where the other is NaN: what is wrong must stay seen.
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """act(x), fp32."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":
-        return tl.maximum(x, 0.0)
+        return _positive(x)
     elif ACTIVATION == "relu_squared":
-        positive = tl.maximum(x, 0.0)
+        positive = _positive(x)
         return positive * positive
     elif ACTIVATION == "silu":
         return x * tl.sigmoid(x)
@@ -52,9 +58,9 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "identity":
         return x, x * 0.0 + 1.0
     elif ACTIVATION == "relu":
-        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+        return _positive(x), tl.where(x > 0.0, 1.0, 0.0)
     elif ACTIVATION == "relu_squared":
-        positive = tl.maximum(x, 0.0)
+        positive = _positive(x)
         return positive * positive, 2.0 * positive
     elif ACTIVATION == "silu":
         s = tl.sigmoid(x)

@@ -7,7 +7,6 @@ lse reads +inf (so the weights are 0) and d_out 0; rows behind the keys' end are
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from gem.kernels.activations import activate_with_slope
 from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows, weights_of
 from gem.kernels.launch import (
     PLANS,
     Launch,
+    Plan,
     folds,
     grid_of,
     kind_of,
@@ -84,19 +84,10 @@ def attention_dkv(
     return dk, dv
 
 
-@dataclass(frozen=True)
-class _Plan:
-    config: Config
-    tma: bool
-    fold: bool
-    strides: tuple[int, ...]
-    launch: Launch
-
-
 def _plan(
     inputs: tuple[Any, ...], batch: Batch, activation: str, qk_scale: float, out_scale: float, bias: Bias,
     dk_dtype: torch.dtype | None, config: Config | None,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT = inputs
     heads, head_dim = k_THD.shape[1:]
     tma = has_tma(q_THD.device) and tma_fits(q_THD, d_out_THD)
@@ -117,7 +108,7 @@ def _plan(
         TMA=tma, WARM=config.warm, FOLD=folds(activation, q_THD), warps=config.warps, stages=config.stages,
         registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, folds(activation, q_THD), (*strides, *(heads * head_dim, head_dim) * 2), launch)
+    return Plan(config, tma, folds(activation, q_THD), (*strides, *(heads * head_dim, head_dim) * 2), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
@@ -182,7 +173,7 @@ def _dkv(
                             x = tl.where(seen, x, float("-inf"))
                     lse = tl.load(lse_ptr + per_row + i, mask=i < q_len, other=float("inf"))
                     delta = tl.load(delta_ptr + per_row + i, mask=i < q_len, other=0.0)
-                    weights = tl.exp2(tl.minimum(x - lse[None, :], 0.0))  # as in attention_dq
+                    weights = weights_of(x, lse[None, :])
                     dx = weights * (d_weights - delta[None, :])
                 else:
                     weights, slope = activate_with_slope(x, ACTIVATION)

@@ -8,8 +8,6 @@ delta = rowsum(out * d_out), which both need.
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +17,11 @@ from gem.kernels.activations import activate_with_slope
 from gem.kernels.bias import Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
+from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows, weights_of
 from gem.kernels.launch import (
     PLANS,
     Launch,
+    Plan,
     folds,
     grid_of,
     kind_of,
@@ -92,19 +91,10 @@ def attention_dq(
     return dq, delta
 
 
-@dataclass(frozen=True)
-class _Plan:
-    config: Config
-    tma: bool
-    fold: bool
-    strides: tuple[int, ...]
-    launch: Launch
-
-
 def _plan(
     inputs: tuple[Tensor, ...], lse_HT: Tensor | None, batch: Batch, activation: str, qk_scale: float, out_scale: float,
     bias: Bias, dtype: torch.dtype, config: Config | None,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     d_out_THD, q_THD, k_THD, v_THD, out_THD = inputs
     heads, head_dim = q_THD.shape[1:]
     tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
@@ -123,7 +113,7 @@ def _plan(
         WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
         registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, folds(activation, q_THD), (*strides, heads * head_dim, head_dim), launch)
+    return Plan(config, tma, folds(activation, q_THD), (*strides, heads * head_dim, head_dim), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])
@@ -192,8 +182,7 @@ def _dq(
                     if not whole:
                         seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
                         x = tl.where(seen, x, float("-inf"))
-                    # At most 1, whatever rounding did to x since the forward: scores of 1e6 have an ulp of 0.06.
-                    dx = tl.exp2(tl.minimum(x - lse[:, None], 0.0)) * (d_weights - delta[:, None])
+                    dx = weights_of(x, lse[:, None]) * (d_weights - delta[:, None])
                 else:
                     _, slope = activate_with_slope(x, ACTIVATION)
                     dx = slope * d_weights

@@ -10,8 +10,6 @@ the edges are not visited.
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,7 @@ from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, stor
 from gem.kernels.launch import (
     PLANS,
     Launch,
+    Plan,
     folds,
     grid_of,
     kind_of,
@@ -89,18 +88,10 @@ def attention_forward(
     return out, lse
 
 
-@dataclass(frozen=True)
-class _Plan:
-    config: Config
-    tma: bool
-    strides: tuple[int, ...]
-    launch: Launch
-
-
 def _plan(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch, activation: str, qk_scale: float, out_scale: float,
     sign: int, bias: Bias, config: Config | None,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     heads, head_dim = q_THD.shape[1:]
     tma = has_tma(q_THD.device) and tma_fits(k_THD, v_THD)
     if config is None:
@@ -121,7 +112,7 @@ def _plan(
         WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
         registers=config.registers,
     )  # fmt: skip
-    return _Plan(config, tma, strides, launch)
+    return Plan(config, tma, folds(activation, q_THD), strides, launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

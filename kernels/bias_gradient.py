@@ -16,7 +16,7 @@ from torch import Tensor
 from gem.kernels.bias import Bias, bias_tile, buckets
 from gem.kernels.config import Shape, default
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dot, load_rows, read_tile
+from gem.kernels.device import dot, load_rows, read_tile, weights_of
 from gem.kernels.launch import Launch, precision_of, tile_dim, wide
 from gem.kernels.masks import sample_rows, seen_range, visible
 from gem.kernels.schedule import Batch
@@ -106,7 +106,7 @@ def _score_gradient(
     per_row = head * q_rows + q_start + i
     lse = tl.load(lse_ptr + per_row, mask=i < q_len, other=float("inf"))
     delta = tl.load(delta_ptr + per_row, mask=i < q_len, other=0.0)
-    dx = tl.exp2(tl.minimum(x - lse[:, None], 0.0)) * (d_weights - delta[:, None])
+    dx = weights_of(x, lse[:, None]) * (d_weights - delta[:, None])
     seen = visible(i[:, None], j[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
     return tl.where(seen & (i < q_len)[:, None], dx, 0.0)
 

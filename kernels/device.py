@@ -24,6 +24,15 @@ def dot(a_MK, b_KN, acc_MN, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def weights_of(x, lse):
+    """Softmax weights from scores and their log-sum-exp, in base 2: at most 1, and NaN where either is.
+
+    Whatever rounding did to x since the forward: scores of 1e6 have an ulp of 0.06. A plain minimum would hide NaN.
+    """
+    return tl.exp2(tl.minimum(x - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def tile_offsets(rows, columns, row_stride, WIDE: tl.constexpr):
     """Element offsets [rows, columns] of a tile from its first element: 32 bits, a register each, unless ``WIDE``."""
     if WIDE:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ class Launch:
             compiled = self.kernel[grid](*arguments, **self.options)
             if len(grid) == 1 and not _hooked():
                 self.ready = (compiled.run, compiled.function, compiled.packed_metadata, torch.cuda.current_device())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launcher has decided for calls of one kind."""
+
+    config: Config
+    tma: bool
+    fold: bool
+    strides: tuple[int, ...]
+    launch: Launch
 
 
 # What launchers have prepared, by kernel, kind of the arguments and whatever else decides.

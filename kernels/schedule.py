@@ -39,6 +39,11 @@ class Batch:
     right: int = -1
     shared: int = 0
 
+    def __post_init__(self) -> None:
+        rows = max(self.q_rows, self.k_rows, self.shared * self.size)
+        if rows >= 2**31:
+            raise ValueError(f"the Triton kernels count rows in 32 bits: got {rows}; accepted: fewer than 2**31")
+
     @property
     def size(self) -> int:
         """Samples."""

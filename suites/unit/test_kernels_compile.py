@@ -63,6 +63,7 @@ class Attention:
 WINDOW = Attention(left=256, right=0)
 GDPA = Attention(128, activation="gelu_taylor")
 ATTENTION = {
+    "relu": Attention(64, activation="relu"),
     "d16": Attention(16),
     "d64": Attention(64),
     "d80": Attention(80),
@@ -205,6 +206,17 @@ def test_little_is_spilled(name, arch):
     if isinstance(case, Attention) and (case.bias in ("position", "time") or case.row_stride % 8):
         most = MOST_SPILLED_BESIDES
     assert [(kernel.name, kernel.spilled) for kernel in compiled(name, arch) if kernel.spilled > most] == []
+
+
+@pytest.mark.parametrize(("name", "kernels", "wanted"), [
+    ("relu", {"_forward", "_dkv"}, "max.NaN.f32"),
+    ("d64", {"_dq", "_dkv"}, "min.NaN.f32"),
+    ("dense", {"_dense_gradient_kernel"}, "min.NaN.f32"),
+])  # fmt: skip
+def test_no_bound_hides_nan(name, kernels, wanted):
+    """A GPU's plain max and min take the other number where one is NaN; the interpreter does not, and cannot tell."""
+    bounded = [kernel for kernel in compiled(name, 90) if kernel.name in kernels]
+    assert {kernel.name for kernel in bounded if wanted in kernel.ptx} == kernels
 
 
 @cases()

@@ -221,3 +221,12 @@ def test_nothing_is_kept_of_tensors_that_count_no_versions():
         assert batch.tiles("q", 4) is not batch.tiles("q", 4) and id(o) not in schedule._kept
         o[1] = 3
         assert samples_of(batch.tiles("q", 4)) == [3, 11]
+
+
+def test_more_rows_than_a_record_holds_are_refused():
+    few = torch.tensor([0, 8])
+    for rows in ((2**31, 8, 0), (8, 2**31, 0), (8, 8, 2**31)):
+        q_rows, k_rows, shared = rows
+        with pytest.raises(ValueError, match=r"rows in 32 bits: got 2147483648; accepted: fewer than 2\*\*31"):
+            Batch(few, few, q_rows, k_rows, shared=shared)
+    Batch(few, few, 2**31 - 1, 2**31 - 1)
