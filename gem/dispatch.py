@@ -7,7 +7,7 @@ does not refuse the call; ``gem.explain`` and the ``gem`` logger (level DEBUG) s
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ IMPLEMENTATIONS = ("reference", "torch", "triton", "gluon")
 PREFERENCE = ("gluon", "triton", "torch")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What decides the choice: nothing in here reads device memory."""
 
     op: str

@@ -16,23 +16,25 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check_values(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Shapes, types and devices of q [TQ, H, D], k and v [TK, H, D]. Reads no device memory."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{op}: {name} must be [total, heads, head_dim], got shape {tuple(x.shape)}")
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each asking makes an object: a fifth of a microsecond
+    for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, v_shape)):
+        if len(shape) != 3:
+            raise ValueError(f"{op}: {name} must be [total, heads, head_dim], got shape {tuple(shape)}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{op}: {name} is {x.dtype}; accepted are {', '.join(str(d) for d in DTYPES)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"{op}: q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"{op}: k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[1:] != k.shape[1:]:
+    if k_shape != v_shape:
+        raise ValueError(f"{op}: k and v must have one shape, got {tuple(k_shape)} and {tuple(v_shape)}")
+    _, heads, head_dim = q_shape
+    if heads != k_shape[1] or head_dim != k_shape[2]:
         raise ValueError(
-            f"{op}: q and k must agree in heads and head_dim, got {tuple(q.shape[1:])} and {tuple(k.shape[1:])}"
+            f"{op}: q and k must agree in heads and head_dim, got {tuple(q_shape[1:])} and {tuple(k_shape[1:])}"
         )
-    if q.shape[1] == 0 or q.shape[2] == 0:
-        raise ValueError(f"{op}: heads and head_dim must be at least 1, got {tuple(q.shape[1:])}")
+    if heads == 0 or head_dim == 0:
+        raise ValueError(f"{op}: heads and head_dim must be at least 1, got {tuple(q_shape[1:])}")
 
 
 def check_offsets(op: str, name: str, offsets: Tensor, device: torch.device) -> None:

@@ -188,17 +188,25 @@ def _jagged_setup(ctx, inputs, output) -> None:
 
 
 def _jagged_grad(ctx, d_out, _):
-    return _jagged_gradients(ctx, ctx.saved_tensors, d_out, backward=jagged_attention_backward)
-
-
-def _jagged_gradients(ctx, saved, d_out, _=None, *, backward: Callable = _jagged_attention_backward):
-    q, k, v, out, lse, q_offsets, k_offsets, *bias = saved
-    dq, dk, dv, d_dense, d_position, d_time = backward(
+    q, k, v, out, lse, q_offsets, k_offsets, *bias = ctx.saved_tensors
+    dq, dk, dv, d_dense, d_position, d_time = jagged_attention_backward(
         d_out, q, k, v, out, lse, q_offsets, k_offsets, ctx.causal, ctx.left, ctx.right, ctx.scale, *bias, ctx.impl
     )
     d_dense = None if bias[0] is None else d_dense
     d_position = None if bias[1] is None else d_position
     d_time = None if bias[3] is None else d_time
+    return (dq, dk, dv, *[None] * 8, d_dense, d_position, None, d_time, *[None] * 5)
+
+
+def _jagged_gradients(ctx, saved, d_out, _=None):
+    """Like ``_jagged_grad``, past the dispatcher and without placeholders for what is absent."""
+    q, k, v, out, lse, q_offsets, k_offsets, *given = saved
+    bias = BiasInputs(*given)
+    dq, dk, dv = TABLE["jagged_attention"][ctx.impl].backward(
+        d_out, q, k, v, out, lse, q_offsets, k_offsets, causal=ctx.causal, window=(ctx.left, ctx.right),
+        scale=ctx.scale, bias=bias,
+    )  # fmt: skip
+    d_dense, d_position, d_time = bias.grad("dense"), bias.grad("position_table"), bias.grad("time_table")
     return (dq, dk, dv, *[None] * 8, d_dense, d_position, None, d_time, *[None] * 5)
 
 

@@ -2,7 +2,8 @@
 
 Everything is computed transposed (scores as keys by queries), so that the weights and their gradients are already the
 register operands of dv += weights^T d_out and dk += d_scores^T q. No mask for jagged ends: behind the queries' end
-lse reads +inf (so the weights are 0) and d_out 0; rows behind the keys' end are computed and not stored.
+q, d_out and delta read 0, so that both terms are 0 whatever the weights are; rows behind the keys' end are computed and
+not stored.
 
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
@@ -15,10 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gem.kernels.activations import activate_with_slope
-from gem.kernels.bias import Bias, bias_tile
+from gem.kernels.bias import NO_BIAS, Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
-from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows, weights_of
+from gem.kernels.device import (
+    dealt,
+    dot,
+    load_rows,
+    load_tile,
+    load_two,
+    read_tile,
+    store_rows,
+    warm_rows,
+    weights_of,
+)
 from gem.kernels.launch import (
     PLANS,
     Launch,
@@ -66,7 +77,7 @@ def attention_dkv(
     plan = PLANS.get(key)
     if plan is None:
         inputs = (d_out_THD, q_THD, k_THD, v_THD, lse_HT, delta_HT)
-        plan = _plan(inputs, batch, activation, qk_scale, out_scale, bias or Bias(), dk_dtype, config)
+        plan = _plan(inputs, batch, activation, qk_scale, out_scale, bias or NO_BIAS, dk_dtype, config)
         if kind is not None:
             remember(key, plan)
     heads, block_m = k_THD.shape[1], plan.config.block_m
@@ -79,7 +90,7 @@ def attention_dkv(
         *plan.strides, tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
         qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * (1.0 if plan.fold else out_scale),
         out_scale,
-        *(bias or Bias()).arguments(dv),
+        *(bias or NO_BIAS).arguments(dv),
     )  # fmt: skip
     return dk, dv
 
@@ -167,13 +178,12 @@ def _dkv(
                             i[None, :], j[:, None], q_len, k_len, sample, head, q_start, k_start, bias_ptr, boundaries,
                             q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries, BIAS, BIAS_STEPS,
                         )  # fmt: skip
+                    lse, delta = load_two(lse_ptr + per_row, delta_ptr + per_row, first, q_len, BLOCK_M)
+                    weights = weights_of(x, lse[None, :])
                     if EDGES:
                         if not whole:
                             seen = visible(i[None, :], j[:, None], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
-                            x = tl.where(seen, x, float("-inf"))
-                    lse = tl.load(lse_ptr + per_row + i, mask=i < q_len, other=float("inf"))
-                    delta = tl.load(delta_ptr + per_row + i, mask=i < q_len, other=0.0)
-                    weights = weights_of(x, lse[None, :])
+                            weights = tl.where(seen, weights, 0.0)
                     dx = weights * (d_weights - delta[None, :])
                 else:
                     weights, slope = activate_with_slope(x, ACTIVATION)

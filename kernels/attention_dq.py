@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem.kernels.activations import activate_with_slope
-from gem.kernels.bias import Bias, bias_tile
+from gem.kernels.bias import NO_BIAS, Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows, weights_of
@@ -72,7 +72,7 @@ def attention_dq(
         plan = PLANS.get(key)
         if plan is None:
             inputs = (d_out_THD, q_THD, k_THD, v_THD, out_THD)
-            plan = _plan(inputs, lse_HT, batch, activation, qk_scale, out_scale, bias or Bias(), dtype, config)
+            plan = _plan(inputs, lse_HT, batch, activation, qk_scale, out_scale, bias or NO_BIAS, dtype, config)
             if kind is not None:
                 remember(key, plan)
         heads, block_n = q_THD.shape[1], plan.config.block_n
@@ -84,7 +84,7 @@ def attention_dq(
             delta if lse_HT is None else lse_HT, dq, delta,
             tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
             qk_scale * _LOG2E if softmax else qk_scale, qk_scale * (1.0 if plan.fold else out_scale), out_scale,
-            *(bias or Bias()).arguments(dq),
+            *(bias or NO_BIAS).arguments(dq),
         )  # fmt: skip
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(dtype)
@@ -129,8 +129,9 @@ def _dq(
     TMA: tl.constexpr, WARM: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     SOFTMAX: tl.constexpr = ACTIVATION == "softmax"
-    # Behind the keys' end k and v read 0, and so does every term of dq: GDPA masks nothing there. But exp2(0 - lse) may
-    # be inf, and inf * 0 is no number: softmax masks the tile that the end crosses.
+    # Behind the keys' end k and v read 0, and so does every term of dq: nothing is masked there. Except in fp16, which
+    # may not hold weights times delta where all real scores are far below 0.
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or q_ptr.dtype.element_ty == tl.float16
     # The heads of a tile run side by side: their rows are neighbours in memory.
     work = n_tiles * heads
     turns = tl.cdiv(work, tl.num_programs(0)) if PERSISTENT else 1
@@ -179,10 +180,12 @@ def _dq(
                             boundaries, q_times, k_times, bias_b, bias_h, bias_q, bias_k, n_boundaries, BIAS,
                             BIAS_STEPS,
                         )  # fmt: skip
-                    if not whole:
-                        seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
-                        x = tl.where(seen, x, float("-inf"))
-                    dx = weights_of(x, lse[:, None]) * (d_weights - delta[:, None])
+                    weights = weights_of(x, lse[:, None])
+                    if MASKED:
+                        if not whole:
+                            seen = visible(i[:, None], (j + n)[None, :], q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
+                            weights = tl.where(seen, weights, 0.0)
+                    dx = weights * (d_weights - delta[:, None])
                 else:
                     _, slope = activate_with_slope(x, ACTIVATION)
                     dx = slope * d_weights

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem.kernels.activations import activate
-from gem.kernels.bias import Bias, bias_tile
+from gem.kernels.bias import NO_BIAS, Bias, bias_tile
 from gem.kernels.config import Config, Shape, has_tma
 from gem.kernels.device import LOG2E as _LOG2E
 from gem.kernels.device import dealt, dot, load_rows, load_tile, read_tile, store_rows, warm_rows
@@ -74,7 +74,7 @@ def attention_forward(
     plan = PLANS.get(key)
     if plan is None:
         q_THD, k_THD, v_THD = (last_contiguous(x) for x in (q_THD, k_THD, v_THD))
-        plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or Bias(), config)
+        plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or NO_BIAS, config)
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
             remember(key, plan)
     heads, block_n = q_THD.shape[1], plan.config.block_n
@@ -83,7 +83,7 @@ def attention_forward(
         grid_of(plan.config, tiles, heads),
         q_THD, ragged(k_THD, block_n) if plan.tma else k_THD, ragged(v_THD, block_n) if plan.tma else v_THD,
         k_THD, v_THD, out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
-        scale, out_scale, *(bias or Bias()).arguments(out),
+        scale, out_scale, *(bias or NO_BIAS).arguments(out),
     )  # fmt: skip
     return out, lse
 

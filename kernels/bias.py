@@ -32,16 +32,20 @@ class Bias:
 
     def arguments(self, placeholder: Tensor) -> tuple:
         """What kernels take after q, k, v: pointers (an unread placeholder for those absent), strides, a count."""
-        values = placeholder if self.values is None else self.values
+        if not self.kind:
+            return (placeholder,) * 4 + (0,) * 5
+        assert self.values is not None
+        values = self.values
         if self.kind == "dense":
             strides = [0 if n == 1 else s for n, s in zip(values.shape, values.stride(), strict=True)]
-        elif self.kind:
-            strides = [values.stride(0), 0 if values.shape[1] == 1 else values.stride(1), 0, 0]
         else:
-            strides = [0, 0, 0, 0]
+            strides = [values.stride(0), 0 if values.shape[1] == 1 else values.stride(1), 0, 0]
         count = 0 if self.boundaries is None else self.boundaries.shape[0]
         rest = (placeholder if x is None else x for x in (self.boundaries, self.q_times, self.k_times))
         return (values, *rest, *strides, count)
+
+
+NO_BIAS = Bias()
 
 
 def dense_4d(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ and keeps the choice on disk (``gem.kernels.tuning``).
 """
 
 import functools
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -101,6 +101,15 @@ def default(shape: Shape) -> Config:
         return _default_fp32(shape)
     if shape.bias:
         return _default_bias(shape)
+    tiles = _DEFAULT[shape.kernel][min(max(shape.head_dim, 64), 256)]
+    chosen = next(tiles[kind] for kind in _kinds(shape) if kind in tiles)
+    if shape.kernel == "dkv" and shape.head_dim == 16 and shape.arch >= 90:
+        chosen = Config(64, 128, 8, 2)  # of those tried the one whose products ptxas does not serialise
+    return chosen
+
+
+def _kinds(shape: Shape) -> list[str]:
+    """Rows of ``_DEFAULT`` that are for a class, the best first; with "gdpa" in front for pointwise activations."""
     kind = "long"
     if shape.mask.startswith("window"):
         kind = "window"
@@ -108,15 +117,10 @@ def default(shape: Shape) -> Config:
         kind = "few queries"
     elif shape.k_len <= 512:
         kind = "short keys"
-    size = min(max(shape.head_dim, 64), 256)
-    chosen = _DEFAULT[shape.kernel][size].get(kind, _DEFAULT[shape.kernel][size]["long"])
-    if shape.kernel == "dkv" and size == 64 and shape.activation != "softmax":
-        chosen = Config(64, 64, 4, 3)  # the slope takes the registers that 128 queries would
-    if shape.kernel == "dkv" and shape.arch < 90:
-        chosen = replace(chosen, block_m=min(chosen.block_m, 64))  # 128 spill there: mma.sync takes more registers
-    if shape.q_len <= 32 and kind == "few queries":
-        chosen = replace(chosen, block_m=32) if shape.kernel != "forward" else chosen
-    return chosen
+    elif shape.mask == "causal":
+        kind = "causal"
+    kinds = [f"{kind}, 32", kind, "long"] if shape.q_len <= 32 else [kind, "long"]
+    return kinds if shape.activation == "softmax" else [f"gdpa {kind}" for kind in kinds] + kinds
 
 
 def _default_bias(shape: Shape) -> Config:
@@ -143,18 +147,24 @@ _DEFAULT: dict[str, dict[int, dict[str, Config]]] = {
         64: {"long": Config(128, 64, 4, 3), "short keys": Config(64, 32, 4, 4), "few queries": Config(64, 64, 4, 3),
              "window": Config(64, 32, 4, 3)},
         128: {"long": Config(128, 64, 8, 3), "short keys": Config(64, 32, 4, 2), "few queries": Config(64, 64, 4, 3),
-              "window": Config(64, 32, 4, 3)},
+              "window": Config(64, 32, 4, 3), "gdpa short keys": Config(64, 32, 4, 3, persistent=3),
+              "gdpa causal": Config(64, 32, 4, 3)},
         256: {"long": Config(128, 32, 8, 2)},
     },
     "dq": {
-        64: {"long": Config(64, 64, 4, 3), "short keys": Config(64, 32, 4, 3)},
-        128: {"long": Config(128, 64, 8, 3), "short keys": Config(128, 32, 8, 3), "few queries": Config(64, 64, 4, 3),
-              "window": Config(64, 32, 4, 2)},
+        64: {"long": Config(64, 64, 4, 3), "short keys": Config(64, 32, 4, 3),
+             "few queries, 32": Config(32, 64, 4, 3)},
+        128: {"long": Config(128, 64, 8, 3), "short keys": Config(128, 32, 8, 3), "few queries": Config(64, 32, 4, 3),
+              "few queries, 32": Config(32, 64, 4, 3), "window": Config(64, 32, 4, 2),
+              "gdpa short keys": Config(64, 32, 4, 2)},
         256: {"long": Config(64, 32, 4, 2)},
     },
     "dkv": {
-        64: {"long": Config(128, 64, 4, 2), "few queries": Config(64, 64, 4, 2)},
-        128: {"long": Config(64, 64, 4, 2)},
+        64: {"long": Config(64, 64, 4, 2), "short keys": Config(64, 64, 4, 3), "gdpa long": Config(64, 64, 4, 3),
+             "few queries, 32": Config(32, 64, 4, 2)},
+        128: {"long": Config(64, 64, 4, 2), "few queries": Config(64, 64, 4, 2, warm=True),
+              "gdpa few queries, 32": Config(32, 64, 4, 2, warm=True),
+              "window": Config(64, 64, 4, 2, warm=True), "gdpa causal": Config(32, 64, 4, 3)},
         256: {"long": Config(32, 64, 8, 2)},
     },
 }  # fmt: skip

@@ -18,7 +18,9 @@ LOG2E = 1.4426950408889634
 def dot(a_MK, b_KN, acc_MN, PRECISION: tl.constexpr):
     """acc + a b with fp32 accumulation. PRECISION: "ieee" for fp32 operands, which tf32 would round to 10 bits."""
     if UPCAST:  # a bf16 product is garbage in the interpreter of triton 3.6 to 3.9
-        return tl.dot(a_MK.to(tl.float32), b_KN.to(tl.float32), acc_MN, input_precision="ieee")
+        # In float64: numpy sums a float32 product in an order of its own, another one for its transpose.
+        product = tl.dot(a_MK.to(tl.float64), b_KN.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+        return product if acc_MN is None else acc_MN + product
     else:
         return tl.dot(a_MK, b_KN, acc_MN, input_precision=PRECISION)
 
@@ -69,6 +71,20 @@ def load_tile(source, start, length, head, first, rows, columns, row_stride, hea
     else:
         return load_rows(source + start * row_stride + head * head_stride, first, rows, columns, row_stride, length,
                          HEAD_DIM, BLOCK_D, WIDE)  # fmt: skip
+
+
+@triton.jit
+def load_two(first_ptr, second_ptr, start, length, BLOCK: tl.constexpr):
+    """Entries [start, start + BLOCK) of two vectors of fp32; 0 from ``length`` on.
+
+    One load of twice the entries: a vector with fewer entries than a program has threads is fetched by each thread for
+    itself, 32 copies of 4 bytes a thread in each turn of a backward's loop of 64 rows.
+    """
+    both = tl.arange(0, 2 * BLOCK)
+    row = start + both % BLOCK
+    source = tl.where(both < BLOCK, first_ptr, second_ptr)
+    pair = tl.load(source + row, mask=row < length, other=0.0)
+    return tl.split(tl.trans(tl.reshape(pair, [2, BLOCK])))
 
 
 @triton.jit

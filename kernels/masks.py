@@ -48,11 +48,15 @@ def tile_is_whole(i, BLOCK_M: tl.constexpr, j, BLOCK_N: tl.constexpr, q_len, k_l
 
 @triton.jit
 def visible(i, j, q_len, k_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Which of the pairs (i, j) count; i and j broadcast against each other."""
-    shift = k_len - q_len
-    seen = j < k_len
+    """Which of the pairs (i, j) count; i and j broadcast against each other. For i behind the end: anything.
+
+    A window costs a pair one subtraction and one comparison: what is below its start wraps to a huge unsigned number.
+    """
+    own = i + (k_len - q_len)
+    last = own + right if HAS_RIGHT else own * 0 + k_len
+    last = tl.minimum(last, k_len - 1)
     if HAS_LEFT:
-        seen = seen & (j >= i + shift - left)
-    if HAS_RIGHT:
-        seen = seen & (j <= i + shift + right)
-    return seen
+        first = own - left
+        return (j - first).to(tl.uint32) <= (last - first).to(tl.uint32)
+    else:
+        return j <= last

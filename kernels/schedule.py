@@ -24,7 +24,7 @@ NO_SAMPLE = -1
 FIELDS = 8  # sample, row, q_start, q_len, k_start, k_len, and two that make a record 32 bytes long
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: that doubles the time to make one, and each call makes one
 class Batch:
     """The jagged batch of a call: offsets [B + 1] of queries and keys, and how far a query sees around itself.
 
@@ -150,11 +150,14 @@ _KEEP = os.environ.get("GEM_SCHEDULE_CACHE", "1") != "0"
 
 
 def _cached(batch: Batch, what: tuple, build):
-    offsets = (batch.k_offsets,) if batch.q_offsets is None else (batch.k_offsets, batch.q_offsets)
-    state = tuple(_state(x) for x in offsets)
+    k_state = _state(batch.k_offsets)
+    if batch.q_offsets is None or batch.q_offsets is batch.k_offsets:
+        offsets, state = (batch.k_offsets,), (k_state,)
+    else:
+        offsets, state = (batch.k_offsets, batch.q_offsets), (k_state, _state(batch.q_offsets))
     if None in state:
         return build()
-    key = (*what, state, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
+    key = (*what, state, batch.q_offsets is None, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
     owner = offsets[0]
     entry = _kept.get(id(owner))
     if entry is None or entry[0]() is not owner:
@@ -164,7 +167,7 @@ def _cached(batch: Batch, what: tuple, build):
     lists = entry[1]
     found = lists.get(key)
     # The queries' offsets are compared by identity too: another tensor may have come to lie at their address.
-    if found is None or any(kept() is not x for kept, x in zip(found[0], offsets, strict=True)):
+    if found is None or found[0][-1]() is not offsets[-1]:
         _forget_older(lists, state)
         found = lists[key] = (tuple(weakref.ref(x) for x in offsets), build())
     return found[1]

@@ -80,6 +80,7 @@ ATTENTION = {
     "gelu_taylor_d64": replace(GDPA, head_dim=64),
     "gelu_taylor_window": replace(GDPA, left=256, right=0),
     "short_keys": replace(GDPA, lens=SHORT),
+    "few_queries": Attention(128, lens=FEW),
     "shared_queries": replace(GDPA, lens=FEW, shared=32),
     "dense": Attention(bias="dense"),
     "position": Attention(bias="position"),
