@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from gem.implementations import TABLE
 from gem.jagged import check_offset_values
-from gem.portable.biases import BiasInputs
+from gem.portable.biases import NO_BIAS, BiasInputs
 
 
 def _checks(check: bool, x: Tensor, impl: str) -> bool:
@@ -128,7 +128,9 @@ def _jagged_attention(
     """Softmax attention, see ``gem.jagged_attention``; and the log-sum-exp if the backward of ``impl`` reads it."""
     if _checks(check, q, impl):
         check_lengths("jagged_attention", q, k, q_offsets, k_offsets, max_q_len, max_k_len)
-    bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
+    bias = NO_BIAS
+    if dense is not None or position_table is not None or time_table is not None:
+        bias = BiasInputs(dense, position_table, position_boundaries, time_table, time_boundaries, q_times, k_times)
     return TABLE["jagged_attention"][impl].forward(
         q, k, v, q_offsets, k_offsets, causal=causal, window=(window_left, window_right), scale=scale, bias=bias
     )  # fmt: skip
@@ -201,7 +203,7 @@ def _jagged_grad(ctx, d_out, _):
 def _jagged_gradients(ctx, saved, d_out, _=None):
     """Like ``_jagged_grad``, past the dispatcher and without placeholders for what is absent."""
     q, k, v, out, lse, q_offsets, k_offsets, *given = saved
-    bias = BiasInputs(*given)
+    bias = NO_BIAS if all(x is None for x in given) else BiasInputs(*given)
     dq, dk, dv = TABLE["jagged_attention"][ctx.impl].backward(
         d_out, q, k, v, out, lse, q_offsets, k_offsets, causal=ctx.causal, window=(ctx.left, ctx.right),
         scale=ctx.scale, bias=bias,

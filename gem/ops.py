@@ -11,6 +11,7 @@ CPU, on a GPU with ``check=True`` or ``GEM_CHECK=1``.
 Legend: T rows of all samples (TQ, TK), B samples, H heads, D head_dim, N shared queries.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -205,10 +206,17 @@ def _prepare_block_attention(
 
 
 def _choose(op: str, x: Inputs, impl: str) -> Choice:
-    choice = choose(Call(op, x.q.device.type, x.q.dtype, x.q.shape[1], x.q.shape[2]), impl)
-    if not torch.compiler.is_compiling():
-        log.debug("%s", choice)
+    _, heads, head_dim = x.q.shape
+    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim)
+    if torch.compiler.is_compiling():
+        return choose(call, impl)
+    # On a CPU the choice follows TRITON_INTERPRET, which may change.
+    choice = choose(call, impl) if call.device == "cpu" else _chosen(call, impl)
+    log.debug("%s", choice)
     return choice
+
+
+_chosen = functools.lru_cache(1024)(choose)
 
 
 def _finish(out: Tensor, x: Inputs) -> Tensor:

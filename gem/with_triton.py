@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,9 +77,20 @@ def _not_interpreted() -> str | None:
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever the tensors' own."""
-    if x.device.type != "cuda" or x.get_device() == torch.cuda.current_device():
-        return nullcontext()
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+        return _HERE
     return torch.cuda.device(x.device)
+
+
+_HERE = nullcontext()
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """gem.kernels.ops. (An import statement, though it finds the module loaded, costs a microsecond a call.)"""
+    from gem.kernels import ops
+
+    return ops
 
 
 # -- jagged_attention --------------------------------------------------------------------------------------------------
@@ -89,8 +101,7 @@ def jagged_attention(
     scale: float, bias: "BiasInputs",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [T, H, D], log-sum-exp [H, T] in base 2)."""
-    from gem.kernels import ops
-
+    ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     with _on_device_of(q):
         return ops.attention_forward(q, k, v, batch, qk_scale=scale, bias=_bias(bias))
@@ -101,8 +112,7 @@ def jagged_attention_backward(
     causal: bool, window: tuple[int, int], scale: float, bias: "BiasInputs",
 ) -> Gradients:  # fmt: skip
     """(dq, dk, dv); the gradient of a bias is left in ``bias.grads``."""
-    from gem.kernels import ops
-
+    ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     given = _bias(bias)
     with _on_device_of(q):
@@ -135,8 +145,7 @@ def gdpa(
     out_scale: float, causal: bool, window: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """out [T, H, D]."""
-    from gem.kernels import ops
-
+    ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
     with _on_device_of(q):
@@ -148,8 +157,7 @@ def gdpa_backward(
     qk_scale: float, out_scale: float, causal: bool, window: tuple[int, int],
 ) -> Gradients:  # fmt: skip
     """(dq, dk, dv)."""
-    from gem.kernels import ops
-
+    ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
     with _on_device_of(q):

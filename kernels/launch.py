@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -40,20 +41,64 @@ class Launch:
     ) -> None:
         self.kernel, self.constants = kernel, tuple(constants.values())
         self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-        self.ready: tuple[Any, ...] | None = None
+        self.ready: _Ready | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Run it on the current device, or only compile it inside ``compiling_only``."""
         if self.ready is not None and not _hooked():
-            run, function, metadata, index = self.ready
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            run(grid[0], 1, 1, stream, function, metadata, None, None, None, *arguments, *self.constants)
+            self.ready.run(grid[0], arguments, self.constants)
         elif _compiling.get():
             self.kernel.warmup(*arguments, grid=grid, **self.options)
         else:
             compiled = self.kernel[grid](*arguments, **self.options)
             if len(grid) == 1 and not _hooked():
-                self.ready = (compiled.run, compiled.function, compiled.packed_metadata, torch.cuda.current_device())
+                self.ready = _Ready.of(compiled, arguments)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled kernel on its device, run past Triton's wrapper, which goes through every argument once more."""
+
+    launch: Callable[..., None]  # in C
+    options: tuple[Any, ...]  # of the launch: cooperative, dependent, two kinds of scratch memory (none)
+    function: int
+    metadata: Any
+    device: int
+    descriptors: tuple[tuple[int, Callable[[Any], list[Any]]], ...]  # their positions, and what encodes each
+
+    @classmethod
+    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> "_Ready | None":
+        """None where the kernel needs what is not prepared here."""
+        launcher, wrapper = compiled.run, compiled.run.launch
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        at = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
+        encoders: list[Callable[[Any], list[Any]]] = []
+        if at:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            hidden = inspect.getclosurevars(wrapper).nonlocals
+            wrapper = hidden["launcher"]
+            encoders = [functools.partial(make_tensordesc_arg, metadata=meta) for meta in hidden["tensordesc_meta"]]
+        return cls(
+            wrapper, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None), compiled.function,
+            compiled.packed_metadata, torch.cuda.current_device(), tuple(zip(at, encoders, strict=True)),
+        )  # fmt: skip
+
+    def run(self, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+        """Launch on the current stream."""
+        if self.descriptors:
+            flat, done = [], 0
+            for position, encode in self.descriptors:
+                flat += arguments[done:position]
+                flat += encode(arguments[position])
+                done = position + 1
+            arguments = (*flat, *arguments[done:])
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        self.launch(
+            programs, 1, 1, stream, self.function, *self.options, self.metadata, None, None, None, *arguments,
+            *constants,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

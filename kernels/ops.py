@@ -20,7 +20,8 @@ def jagged_batch(q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tens
     shared = q.shape[0] if q_offsets is None else 0
     q_rows, k_rows = q.shape[0], k.shape[0]
     everything = q_rows + k_rows
-    left, right = (-1 if side >= everything else side for side in (left, right))
+    left = -1 if left >= everything else left
+    right = -1 if right >= everything else right
     return Batch(q_offsets, k_offsets, q_rows, k_rows, left, right, shared)
 
 

@@ -115,6 +115,9 @@ class BiasInputs:
         return q.long()[:, :, None] - k.long()[:, None, :]
 
 
+NO_BIAS = BiasInputs()  # of the calls that have none: nothing is ever written into it
+
+
 def _bucket(distance: Tensor, boundaries: Tensor) -> Tensor:
     """Number of boundaries <= distance."""
     return torch.bucketize(distance, boundaries.to(distance.dtype), right=True)

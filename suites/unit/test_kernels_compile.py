@@ -220,6 +220,17 @@ def test_no_bound_hides_nan(name, kernels, wanted):
     assert {kernel.name for kernel in bounded if wanted in kernel.ptx} == kernels
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [HALF, FLOAT16])
+def test_bf16_alone_takes_the_tanh_instruction(activation, dtype):
+    """It is good to 11 bits, which fp16 has."""
+    with compiling_for(90) as found:
+        _call(Attention(activation=activation, dtype=dtype))
+    assert {kernel.name for kernel in found if "tanh.approx.f32" in kernel.ptx} == (
+        {"_forward", "_dq", "_dkv"} if dtype == HALF else set()
+    )
+
+
 @cases()
 def test_no_program_adds_to_what_another_writes(name, arch):
     """No atomics: every run gives the same bits."""
