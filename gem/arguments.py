@@ -72,7 +72,7 @@ def flatten(
     if k_offsets is None or (q_offsets is None and not broadcast_q):
         raise ValueError(f"{op}: {name} is missing; it may be left out only with nested tensors")
     check_offsets(op, name if q_offsets is k_offsets else "k_offsets", k_offsets, q.device)
-    if q_offsets is not None:
+    if q_offsets is not None and q_offsets is not k_offsets:
         check_offsets(op, name, q_offsets, q.device)
         if q_offsets.shape[0] != k_offsets.shape[0]:
             raise ValueError(

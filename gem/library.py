@@ -19,10 +19,12 @@ from gem.implementations import TABLE
 from gem.jagged import check_offset_values
 from gem.portable.biases import NO_BIAS, BiasInputs
 
+_ALWAYS_CHECK = os.environ.get("GEM_CHECK") == "1"
+
 
 def _checks(check: bool, x: Tensor, impl: str) -> bool:
     """Whether offsets are read: always on the CPU and where the implementation reads them on the host anyway."""
-    return check or x.device.type == "cpu" or impl == "torch" or os.environ.get("GEM_CHECK") == "1"
+    return check or impl == "torch" or x.device.type == "cpu" or _ALWAYS_CHECK
 
 
 def check_lengths(
@@ -55,8 +57,12 @@ def plain_call(*tensors: Tensor | None) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
-        and all(x is None or type(x) is Tensor or type(x) is Parameter for x in tensors)
+        and all(map(_plain, tensors))
     )
+
+
+def _plain(x: Tensor | None) -> bool:
+    return type(x) is Tensor or type(x) is Parameter or x is None
 
 
 def _eager(name: str, forward: Callable, setup: Callable, gradient: Callable) -> Callable:

@@ -6,7 +6,7 @@ jagged layout [batch, jagged, heads, head_dim] are taken as they are, without of
 
 Bad arguments raise ValueError naming the argument, what it was and what is accepted. Shapes, types and names are always
 checked; what reads device memory (offsets out of order or range, a sample longer than the given maximum) always on the
-CPU, on a GPU with ``check=True`` or ``GEM_CHECK=1``.
+CPU, on a GPU with ``check=True``, or ``GEM_CHECK=1`` when Python starts.
 
 Legend: T rows of all samples (TQ, TK), B samples, H heads, D head_dim, N shared queries.
 """

@@ -38,7 +38,6 @@ from gem.kernels.launch import (
     grid_of,
     kind_of,
     precision_of,
-    ragged,
     remember,
     tile_dim,
     tma_fits,
@@ -80,12 +79,11 @@ def attention_dkv(
         plan = _plan(inputs, batch, activation, qk_scale, out_scale, bias or NO_BIAS, dk_dtype, config)
         if kind is not None:
             remember(key, plan)
-    heads, block_m = k_THD.shape[1], plan.config.block_m
+    heads = k_THD.shape[1]
     tiles = batch.tiles("k", plan.config.block_n)
     plan.launch(
         grid_of(plan.config, tiles, heads),
-        ragged(d_out_THD, block_m) if plan.tma else d_out_THD, ragged(q_THD, block_m) if plan.tma else q_THD,
-        d_out_THD, q_THD, k_THD, v_THD,
+        d_out_THD, q_THD, d_out_THD, q_THD, k_THD, v_THD,
         dv if lse_HT is None else lse_HT, dv if delta_HT is None else delta_HT, dk, dv, tiles,
         *plan.strides, tiles.shape[0], heads, d_out_THD.shape[0], batch.left, batch.right,
         qk_scale * _LOG2E if activation == "softmax" else qk_scale, qk_scale * (1.0 if plan.fold else out_scale),
@@ -117,9 +115,9 @@ def _plan(
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(d_out_THD, q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0,
         TMA=tma, WARM=config.warm, FOLD=folds(activation, q_THD), warps=config.warps, stages=config.stages,
-        registers=config.registers,
+        registers=config.registers, ragged={0: config.block_m, 1: config.block_m} if tma else None,
     )  # fmt: skip
-    return Plan(config, tma, folds(activation, q_THD), (*strides, *(heads * head_dim, head_dim) * 2), launch)
+    return Plan(config, folds(activation, q_THD), (*strides, *(heads * head_dim, head_dim) * 2), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

@@ -26,7 +26,6 @@ from gem.kernels.launch import (
     grid_of,
     kind_of,
     precision_of,
-    ragged,
     remember,
     tile_dim,
     tma_fits,
@@ -75,12 +74,11 @@ def attention_dq(
             plan = _plan(inputs, lse_HT, batch, activation, qk_scale, out_scale, bias or NO_BIAS, dtype, config)
             if kind is not None:
                 remember(key, plan)
-        heads, block_n = q_THD.shape[1], plan.config.block_n
+        heads = q_THD.shape[1]
         tiles = batch.tiles("q", plan.config.block_m)
         plan.launch(
             grid_of(plan.config, tiles, heads),
-            d_out_THD, q_THD, ragged(k_THD, block_n) if plan.tma else k_THD,
-            ragged(v_THD, block_n) if plan.tma else v_THD, k_THD, v_THD, out_THD,
+            d_out_THD, q_THD, k_THD, v_THD, k_THD, v_THD, out_THD,
             delta if lse_HT is None else lse_HT, dq, delta,
             tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
             qk_scale * _LOG2E if softmax else qk_scale, qk_scale * (1.0 if plan.fold else out_scale), out_scale,
@@ -110,10 +108,10 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(*inputs), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
-        registers=config.registers,
+        WARM=config.warm, FOLD=folds(activation, q_THD), warps=config.warps, stages=config.stages,
+        registers=config.registers, ragged={2: config.block_n, 3: config.block_n} if tma else None,
     )  # fmt: skip
-    return Plan(config, tma, folds(activation, q_THD), (*strides, heads * head_dim, head_dim), launch)
+    return Plan(config, folds(activation, q_THD), (*strides, heads * head_dim, head_dim), launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

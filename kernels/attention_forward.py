@@ -29,7 +29,6 @@ from gem.kernels.launch import (
     kind_of,
     last_contiguous,
     precision_of,
-    ragged,
     remember,
     tile_dim,
     tma_fits,
@@ -77,13 +76,12 @@ def attention_forward(
         plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or NO_BIAS, config)
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
             remember(key, plan)
-    heads, block_n = q_THD.shape[1], plan.config.block_n
+    heads = q_THD.shape[1]
     tiles = batch.tiles("q", plan.config.block_m)
     plan.launch(
         grid_of(plan.config, tiles, heads),
-        q_THD, ragged(k_THD, block_n) if plan.tma else k_THD, ragged(v_THD, block_n) if plan.tma else v_THD,
-        k_THD, v_THD, out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows, batch.left, batch.right,
-        scale, out_scale, *(bias or NO_BIAS).arguments(out),
+        q_THD, k_THD, v_THD, k_THD, v_THD, out, lse, tiles, *plan.strides, tiles.shape[0], heads, rows,
+        batch.left, batch.right, scale, out_scale, *(bias or NO_BIAS).arguments(out),
     )  # fmt: skip
     return out, lse
 
@@ -109,10 +107,10 @@ def _plan(
         SHARED=batch.q_offsets is None, BIAS=bias.kind, BIAS_STEPS=bias.steps,
         HEAD_DIM=head_dim, BLOCK_D=tile_dim(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         WIDE=wide(q_THD, k_THD, v_THD), PRECISION=precision_of(q_THD), PERSISTENT=config.persistent > 0, TMA=tma,
-        WARM=config.warm, FOLD=folds(activation, q_THD),         warps=config.warps, stages=config.stages,
-        registers=config.registers,
+        WARM=config.warm, FOLD=folds(activation, q_THD), warps=config.warps, stages=config.stages,
+        registers=config.registers, ragged={1: config.block_n, 2: config.block_n} if tma else None,
     )  # fmt: skip
-    return Plan(config, tma, folds(activation, q_THD), strides, launch)
+    return Plan(config, folds(activation, q_THD), strides, launch)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "heads", "out_rows", "left", "right"])

@@ -33,26 +33,31 @@ class Launch:
 
     The first run goes Triton's way, which looks at each argument to decide what to compile: 60 to 100 us of Python for
     these kernels. Arguments of one kind decide the same, so later runs call at once what the first one compiled.
-    Constants come last in the kernel's signature and in its order.
+    Constants come last in the kernel's signature and in its order. ``ragged``: which of the tensors the kernel takes as
+    descriptors (``ragged()``), and the rows of the tiles that it reads from them.
     """
 
     def __init__(
-        self, kernel: Any, *, warps: int, stages: int = 1, registers: int | None = None, **constants: Any
-    ) -> None:
+        self, kernel: Any, *, warps: int, stages: int = 1, registers: int | None = None,
+        ragged: dict[int, int] | None = None, **constants: Any,
+    ) -> None:  # fmt: skip
         self.kernel, self.constants = kernel, tuple(constants.values())
         self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        self.ragged = ragged or {}
         self.ready: _Ready | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Run it on the current device, or only compile it inside ``compiling_only``."""
         if self.ready is not None and not _hooked():
-            self.ready.run(grid[0], arguments, self.constants)
-        elif _compiling.get():
-            self.kernel.warmup(*arguments, grid=grid, **self.options)
+            self.ready.run(grid[0], arguments)
+            return
+        given = tuple(ragged(x, self.ragged[i]) if i in self.ragged else x for i, x in enumerate(arguments))
+        if _compiling.get():
+            self.kernel.warmup(*given, grid=grid, **self.options)
         else:
-            compiled = self.kernel[grid](*arguments, **self.options)
+            compiled = self.kernel[grid](*given, **self.options)
             if len(grid) == 1 and not _hooked():
-                self.ready = _Ready.of(compiled, arguments)
+                self.ready = _Ready.of(compiled, given, self.constants)
 
 
 @dataclass(frozen=True)
@@ -60,45 +65,58 @@ class _Ready:
     """A compiled kernel on its device, run past Triton's wrapper, which goes through every argument once more."""
 
     launch: Callable[..., None]  # in C
-    options: tuple[Any, ...]  # of the launch: cooperative, dependent, two kinds of scratch memory (none)
     function: int
-    metadata: Any
     device: int
-    descriptors: tuple[tuple[int, Callable[[Any], list[Any]]], ...]  # their positions, and what encodes each
+    # What stands between them and the arguments: how to launch, no scratch memory, the kernel's resources, no hooks.
+    options: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    descriptors: tuple[tuple[int, Callable[[int], Any], tuple[int, ...]], ...]  # position, encoder, shape and strides
 
     @classmethod
-    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> "_Ready | None":
+    def of(cls, compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> "_Ready | None":
         """None where the kernel needs what is not prepared here."""
         launcher, wrapper = compiled.run, compiled.run.launch
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
         at = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
-        encoders: list[Callable[[Any], list[Any]]] = []
+        descriptors = []
         if at:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
             hidden = inspect.getclosurevars(wrapper).nonlocals
             wrapper = hidden["launcher"]
-            encoders = [functools.partial(make_tensordesc_arg, metadata=meta) for meta in hidden["tensordesc_meta"]]
+            for i, meta in zip(at, hidden["tensordesc_meta"], strict=True):
+                shape, strides = arguments[i].shape, arguments[i].strides
+                descriptors.append((i, _encoder(meta, shape, strides), (*shape, *strides)))
+        options = (
+            launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata, None, None,
+            None,
+        )  # fmt: skip
         return cls(
-            wrapper, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None), compiled.function,
-            compiled.packed_metadata, torch.cuda.current_device(), tuple(zip(at, encoders, strict=True)),
+            wrapper, compiled.function, torch.cuda.current_device(), options, constants, tuple(descriptors)
         )  # fmt: skip
 
-    def run(self, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-        """Launch on the current stream."""
+    def run(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Launch on the current stream; tensors stand where the kernel takes descriptors."""
         if self.descriptors:
-            flat, done = [], 0
-            for position, encode in self.descriptors:
-                flat += arguments[done:position]
-                flat += encode(arguments[position])
+            given, done = [], 0
+            for position, encode, rest in self.descriptors:
+                given += arguments[done:position]
+                given.append(encode(arguments[position].data_ptr()))
+                given += rest
                 done = position + 1
-            arguments = (*flat, *arguments[done:])
+            arguments = (*given, *arguments[done:])
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        self.launch(
-            programs, 1, 1, stream, self.function, *self.options, self.metadata, None, None, None, *arguments,
-            *constants,
-        )  # fmt: skip
+        self.launch(programs, 1, 1, stream, self.function, *self.options, *arguments, *self.constants)
+
+
+def _encoder(meta: dict[str, Any], shape: list[int], strides: list[int]) -> Callable[[int], Any]:
+    """What makes the hardware's descriptor of memory at an address."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    active: Any = triton.runtime.driver.active
+    fill = active.utils.fill_tma_descriptor
+    swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
+    kind, zeros = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], 0
+    return lambda address: fill(address, swizzle, size, kind, block, shape, strides, zeros)
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,6 @@ class Plan:
     """What a launcher has decided for calls of one kind."""
 
     config: Config
-    tma: bool
     fold: bool
     strides: tuple[int, ...]
     launch: Launch

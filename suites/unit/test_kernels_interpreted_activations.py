@@ -23,7 +23,7 @@ def _curves(score_ptr, value_ptr, again_ptr, slope_ptr, scale, BLOCK: tl.constex
             ROUGH: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
     score = tl.load(score_ptr + at)
-    again, slope = activate_with_slope(score, scale, NAME, ROUGH)
+    again, slope = activate_with_slope(score, scale, NAME, ROUGH)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(value_ptr + at, activate(score, scale, NAME, ROUGH))
     tl.store(again_ptr + at, again)
     tl.store(slope_ptr + at, slope)
