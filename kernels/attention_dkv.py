@@ -34,6 +34,7 @@ from gem.kernels.launch import (
     PLANS,
     Launch,
     Plan,
+    empty_like,
     folds,
     grid_of,
     kind_of,
@@ -67,8 +68,7 @@ def attention_dkv(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv), 0 behind the last offset. ``lse_HT`` (of the forward), ``delta_HT`` (of attention_dq): softmax only."""
-    dk = torch.empty(k_THD.shape, dtype=dk_dtype or k_THD.dtype, device=k_THD.device)
-    dv = torch.empty(v_THD.shape, dtype=v_THD.dtype, device=v_THD.device)
+    dk, dv = empty_like(k_THD, dk_dtype), empty_like(v_THD)
     if dk.numel() == 0:
         return dk, dv
     kind = None if bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)

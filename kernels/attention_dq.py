@@ -25,6 +25,7 @@ from gem.kernels.launch import (
     folds,
     grid_of,
     kind_of,
+    nothing,
     precision_of,
     remember,
     tile_dim,
@@ -61,9 +62,8 @@ def attention_dq(
     softmax, shared = activation == "softmax", batch.q_offsets is None
     rows = batch.shared * batch.size if shared else q_THD.shape[0]
     dtype = dtype or q_THD.dtype
-    dq = torch.empty((rows, *q_THD.shape[1:]), dtype=torch.float32 if shared else dtype, device=q_THD.device)
-    per_row = (q_THD.shape[1], rows) if softmax else (0,)
-    delta = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
+    dq = q_THD.new_empty((rows, *q_THD.shape[1:]), dtype=torch.float32 if shared else dtype)
+    delta = q_THD.new_empty((q_THD.shape[1], rows), dtype=torch.float32) if softmax else nothing(q_THD.device)
     if dq.numel():
         out_THD = d_out_THD if out_THD is None else out_THD
         kind = None if bias else kind_of(batch, q_THD, k_THD, v_THD, d_out_THD, out_THD)

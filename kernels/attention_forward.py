@@ -24,10 +24,12 @@ from gem.kernels.launch import (
     PLANS,
     Launch,
     Plan,
+    empty_like,
     folds,
     grid_of,
     kind_of,
     last_contiguous,
+    nothing,
     precision_of,
     remember,
     tile_dim,
@@ -58,13 +60,14 @@ def attention_forward(
     Rows behind the last offset are 0, as are queries that see no key; their lse is +inf, so that exp2(score - lse) is 0
     in the backward. ``batch.shared`` queries are [shared, H, D] and the output [B * shared, H, D].
     """
-    rows = batch.shared * batch.size if batch.q_offsets is None else q_THD.shape[0]
-    out = torch.empty((rows, *q_THD.shape[1:]), dtype=q_THD.dtype, device=q_THD.device)
-    per_row = (q_THD.shape[1], rows) if activation == "softmax" else (0,)
-    lse = torch.empty(per_row, dtype=torch.float32, device=q_THD.device)
-    if out.numel() == 0:
+    softmax, shared = activation == "softmax", batch.q_offsets is None
+    rows, heads, head_dim = q_THD.shape
+    if shared:
+        rows = batch.shared * batch.size
+    out = q_THD.new_empty((rows, heads, head_dim)) if shared else empty_like(q_THD)
+    lse = q_THD.new_empty((heads, rows), dtype=torch.float32) if softmax else nothing(q_THD.device)
+    if rows == 0:
         return out, lse
-    softmax = activation == "softmax"
     # A row's maximum is found before it is scaled: that needs a scale >= 0, so the sign moves into q.
     sign = 1 if qk_scale > 0 or not softmax else (-1 if qk_scale < 0 else 0)
     scale = (abs(qk_scale) if sign else 1.0) * _LOG2E if softmax else qk_scale
@@ -76,7 +79,6 @@ def attention_forward(
         plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or NO_BIAS, config)
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
             remember(key, plan)
-    heads = q_THD.shape[1]
     tiles = batch.tiles("q", plan.config.block_m)
     plan.launch(
         grid_of(plan.config, tiles, heads),

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from gem.kernels.config import Config
 from gem.kernels.device import LOG2E, dot, load_rows, read_tile, store_rows
-from gem.kernels.launch import PLANS, Launch, kind_of, last_contiguous, precision_of, remember, tile_dim, wide
+from gem.kernels.launch import (
+    PLANS,
+    Launch,
+    empty_like,
+    kind_of,
+    last_contiguous,
+    precision_of,
+    remember,
+    tile_dim,
+    wide,
+)
 from gem.kernels.ops import attention_backward, attention_forward
 from gem.kernels.rotary import load_angles, load_halves, rotate, store_halves, tile_of_heads, turned
 from gem.kernels.schedule import Batch
@@ -50,7 +60,7 @@ def block_attention_forward(
     batch = Batch(offsets, offsets, rows, rows)
     if not _fits(q_THD, block):
         return _attend(q_THD, k_THD, v_THD, batch, block, rope, scale)[0]
-    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    out = empty_like(q_THD)
     if out.numel() == 0:
         return out
     tiles = batch.tiles("q", block)
@@ -87,7 +97,7 @@ def block_attention_backward(
     batch = Batch(offsets, offsets, rows, rows)
     if not _fits(q_THD, block):
         return _attend_backward(d_out_THD, q_THD, k_THD, v_THD, batch, block, rope, scale)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD))
+    dq, dk, dv = empty_like(q_THD), empty_like(k_THD), empty_like(v_THD)
     if dq.numel() == 0:
         return dq, dk, dv
     tiles = batch.tiles("q", block)

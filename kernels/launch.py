@@ -196,6 +196,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of x's shape, contiguous whatever x's strides are."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def nothing(device: torch.device) -> Tensor:
+    """An empty fp32 tensor, where a kernel or a caller asks for one and nobody looks: 3 us each if made anew."""
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
 def last_contiguous(x: Tensor) -> Tensor:
     """x with elements of a row's head beside each other: rows may have any stride, single elements may not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem.kernels.device import load_rows, read_tile, store_rows
-from gem.kernels.launch import Launch, last_contiguous, tile_dim, wide
+from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, last_contiguous, remember, tile_dim, wide
 from gem.kernels.schedule import Batch
 
 _TILE_ROWS = 32
@@ -27,14 +27,20 @@ def rotate(
     """
     x_THD, cos, sin = (last_contiguous(x) for x in (x_THD, *rope))
     heads, head_dim = x_THD.shape[1:]
-    out = torch.empty(x_THD.shape, dtype=dtype or x_THD.dtype, device=x_THD.device)
+    out = empty_like(x_THD, dtype)
     if out.numel() == 0:
         return out
     tiles = batch.tiles("q", _TILE_ROWS)
-    run = Launch(
-        _rotate, BACK=back, HEAD_DIM=head_dim, HALF=tile_dim(head_dim // 2), ROWS=_TILE_ROWS,
-        WIDE=wide(x_THD, cos, sin), warps=4,
-    )  # fmt: skip
+    kinds = kind_of(batch, x_THD), kind_of(batch, cos, sin)
+    key = ("rotate", *kinds, sin.dtype, out.dtype, back)
+    run = None if None in kinds else PLANS.get(key)
+    if run is None:
+        run = Launch(
+            _rotate, BACK=back, HEAD_DIM=head_dim, HALF=tile_dim(head_dim // 2), ROWS=_TILE_ROWS,
+            WIDE=wide(x_THD, cos, sin), warps=4,
+        )  # fmt: skip
+        if None not in kinds:
+            remember(key, run)
     run(
         (tiles.shape[0] * heads,), x_THD, cos, sin, out, tiles,
         x_THD.stride(0), x_THD.stride(1), cos.stride(0), sin.stride(0), out.stride(0), out.stride(1),
