@@ -1,4 +1,4 @@
-"""gem: how a GEM-style ads recommendation model trains: a reference implementation, and the harness that proves it.
+"""gem: the attention ops of GEM-style ads recommendation models, and the harness that proves them.
 
 The public names load on first use, so that ``import gem`` (and ``gem list``) costs no torch import.
 """

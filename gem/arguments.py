@@ -164,6 +164,7 @@ def rope_tables(op: str, rope: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor
             raise ValueError(f"{op}: rope's {name} must be a floating tensor, got {table.dtype}")
         if table.requires_grad:
             raise ValueError(f"{op}: rope's {name} gets no gradient; pass it detached")
+    _refuse_forward_mode(op, *rope)
     if rope[0].shape != rope[1].shape:
         raise ValueError(f"{op}: rope's cos and sin differ: {tuple(rope[0].shape)} and {tuple(rope[1].shape)}")
     return rope[0], rope[1]
@@ -179,6 +180,7 @@ def flat_bias(
     if bias is None:
         return max_q_len, max_k_len, _NO_BIAS
     if isinstance(bias, Tensor):
+        _refuse_forward_mode(op, bias)
         if not 1 <= bias.dim() <= 4 or not bias.is_floating_point():
             raise ValueError(
                 f"{op}: bias must be a floating tensor broadcastable to [batch, heads, max_q_len, max_k_len], got "
@@ -202,6 +204,7 @@ def flat_bias(
         return max_q_len, max_k_len, (bias, *_NO_BIAS[1:])
     if not isinstance(bias, (PositionBias, TimeBias)):
         raise ValueError(f"{op}: bias must be a tensor, PositionBias or TimeBias, got {type(bias).__name__}")
+    _refuse_forward_mode(op, bias.table)
     if bias.table.shape[1] not in (1, x.q.shape[1]):
         raise ValueError(f"{op}: the bias table has {bias.table.shape[1]} heads; accepted are 1 and {x.q.shape[1]}")
     parts = {"table": bias.table, "boundaries": bias.boundaries}

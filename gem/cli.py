@@ -3,6 +3,7 @@
 torch is imported by `gem run` and `gem doctor` only, and only once the request is known to be right.
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run
 def _gem(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Reference implementation of GEM-style recommendation training, and the harness that proves it."""
+    """Ops of GEM-style recommendation training, and the harness that proves them."""
     if version:
         typer.echo(f"gem {__version__}")
     elif context.invoked_subcommand is None:
@@ -142,6 +143,7 @@ def run(
     log = _read_lengths(lengths, column, log_format, errors) if lengths is not None else None
 
     from gem.harness.progress import LiveProgress
+    from gem.harness.results import Interrupted
     from gem.harness.runner import RunOptions
     from gem.harness.runner import run as run_cases
 
@@ -152,10 +154,11 @@ def run(
     with LiveProgress(len(cases), errors) as progress:
         try:
             document = run_cases(cases, options=options, on_event=progress)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             interrupted = True
-            document = _finished(progress.finished, facts.device)
-    document.request["argv"] = context.obj
+            document = stop.document if isinstance(stop, Interrupted) else _finished(progress.finished, facts.device)
+    # Of an absolute path the name: the rest says where somebody's files lie, and nothing about the run.
+    document.request["argv"] = [re.sub(r"(^|=)/(?:.*/)?", r"\1", word) for word in context.obj]
     if interrupted:
         document.request["interrupted"] = True
         errors.print(f"gem: interrupted: {len(progress.finished)} of {len(cases)} cases finished")

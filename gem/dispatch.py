@@ -6,7 +6,7 @@ does not refuse the call; ``gem.explain`` and the ``gem`` logger (level DEBUG) s
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -101,4 +101,5 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in OPS:
         raise ValueError(f"explain: op={name!r}; accepted are {', '.join(OPS)}")
-    return getattr(ops, f"_prepare_{name}")(*args, **kwargs)[0]
+    choice = getattr(ops, f"_prepare_{name}")(*args, **kwargs)[0]
+    return replace(choice, others=dict(choice.others))  # the caller's own: choices are kept

@@ -22,6 +22,8 @@ def check_values(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{op}: {name} must be [total, heads, head_dim], got shape {tuple(shape)}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{op}: {name} is {x.dtype}; accepted are {', '.join(str(d) for d in DTYPES)}")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{op}: {name} has layout {x.layout}; accepted: torch.strided")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:

@@ -55,6 +55,7 @@ def plain_call(*tensors: Tensor | None) -> bool:
     """Whether nobody watches the dispatcher: no tracing, no mode, no transform, no tensor subclass."""
     return (
         not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and all(map(_plain, tensors))

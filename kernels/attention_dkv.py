@@ -168,10 +168,9 @@ def _dkv(
                     WIDE, TMA,
                 )  # fmt: skip
                 whole = tile_is_whole(first, BLOCK_M, row, BLOCK_N, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
-                score = dot(k, tl.trans(q), None, PRECISION)
+                x = dot(k, tl.trans(q), None, PRECISION) * scale
                 d_weights = dot(v, tl.trans(d_out), None, PRECISION)
                 if SOFTMAX:
-                    x = score * scale
                     if BIAS != "":
                         x += LOG2E * bias_tile(
                             i[None, :], j[:, None], q_len, k_len, sample, head, q_start, k_start, bias_ptr, boundaries,
@@ -185,7 +184,7 @@ def _dkv(
                             weights = tl.where(seen, weights, 0.0)
                     dx = weights * (d_weights - delta[None, :])
                 else:
-                    weights, slope = activate_with_slope(score, scale, ACTIVATION, q.dtype == tl.bfloat16)
+                    weights, slope = activate_with_slope(x, ACTIVATION, q.dtype == tl.bfloat16)
                     dx = slope * d_weights
                     if FOLD:
                         weights, dx = weights * dv_scale, dx * dv_scale

@@ -169,10 +169,9 @@ def _dq(
                     v_source, k_start, k_len, head, j, n, columns, v_row, v_head, HEAD_DIM, BLOCK_D, WIDE, TMA
                 )
                 whole = tile_is_whole(row, BLOCK_M, j, BLOCK_N, q_len, k_len, left, right, HAS_LEFT, HAS_RIGHT)
-                score = dot(q, tl.trans(k), None, PRECISION)
+                x = dot(q, tl.trans(k), None, PRECISION) * scale
                 d_weights = dot(d_out, tl.trans(v), None, PRECISION)
                 if SOFTMAX:
-                    x = score * scale
                     if BIAS != "":
                         x += LOG2E * bias_tile(
                             i[:, None], (j + n)[None, :], q_len, k_len, sample, head, q_start, k_start, bias_ptr,
@@ -186,7 +185,7 @@ def _dq(
                             weights = tl.where(seen, weights, 0.0)
                     dx = weights * (d_weights - delta[:, None])
                 else:
-                    _, slope = activate_with_slope(score, scale, ACTIVATION, k.dtype == tl.bfloat16)
+                    _, slope = activate_with_slope(x, ACTIVATION, k.dtype == tl.bfloat16)
                     dx = slope * d_weights
                     if FOLD:
                         dx = dx * out_scale

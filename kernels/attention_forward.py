@@ -228,7 +228,7 @@ def _over_keys(
             acc = acc * shrink[:, None]
             top = higher
         else:
-            weights = activate(x, scale, ACTIVATION, q.dtype == tl.bfloat16)
+            weights = activate(x * scale, ACTIVATION, q.dtype == tl.bfloat16)
             if FOLD:
                 weights = weights * out_scale
             if MASKED:

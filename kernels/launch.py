@@ -31,8 +31,8 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 class Launch:
     """A kernel with its constants, for arguments of one kind (``kind_of``).
 
-    The first run goes Triton's way, which looks at each argument to decide what to compile: 60 to 100 us of Python for
-    these kernels. Arguments of one kind decide the same, so later runs call at once what the first one compiled.
+    The first two runs go Triton's way, which looks at each argument to decide what to compile: 60 to 100 us of Python
+    for these kernels. Arguments of one kind decide the same, so later runs call at once what these compiled.
     Constants come last in the kernel's signature and in its order. ``ragged``: which of the tensors the kernel takes as
     descriptors (``ragged()``), and the rows of the tiles that it reads from them.
     """
@@ -44,11 +44,12 @@ class Launch:
         self.kernel, self.constants = kernel, tuple(constants.values())
         self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
         self.ragged = ragged or {}
+        self.ran = False  # once before: those that nobody remembers never run again
         self.ready: _Ready | None = None
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Run it on the current device, or only compile it inside ``compiling_only``."""
-        if self.ready is not None and not _hooked():
+        if self.ready is not None and not _hooked() and not _compiling.get():
             self.ready.run(grid[0], arguments)
             return
         given = tuple(ragged(x, self.ragged[i]) if i in self.ragged else x for i, x in enumerate(arguments))
@@ -56,8 +57,9 @@ class Launch:
             self.kernel.warmup(*given, grid=grid, **self.options)
         else:
             compiled = self.kernel[grid](*given, **self.options)
-            if len(grid) == 1 and not _hooked():
+            if self.ran and len(grid) == 1 and not _hooked():
                 self.ready = _Ready.of(compiled, given, self.constants)
+            self.ran = True
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,10 @@ def kind_of(batch: Batch, *tensors_THD: Tensor) -> tuple | None:
     Type (one for all), strides, device, mask, and the class of lengths (config.Shape). None where a tensor does not
     start at 16 bytes: Triton then compiles for just those that do, so that such a call is prepared anew.
     """
-    starts, fits = 0, True
+    starts, fits = 0, 0
     for x in tensors_THD:
         starts |= x.data_ptr()
-        fits = fits and 0 < x.shape[0] <= MOST_TMA_ROWS
+        fits = 2 * fits + (0 < x.shape[0] <= MOST_TMA_ROWS)
     if starts % 16:
         return None
     samples = batch.size or 1

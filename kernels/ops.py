@@ -19,9 +19,9 @@ def jagged_batch(q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tens
     """The batch of a call. A window that reaches past every row is none."""
     shared = q.shape[0] if q_offsets is None else 0
     q_rows, k_rows = q.shape[0], k.shape[0]
-    everything = q_rows + k_rows
-    left = -1 if left >= everything else left
-    right = -1 if right >= everything else right
+    # Query i stands at key position i + k_len - q_len: so far to the left all keys lie, so far to the right the last.
+    left = -1 if left >= k_rows else left
+    right = -1 if right >= q_rows else right
     return Batch(q_offsets, k_offsets, q_rows, k_rows, left, right, shared)
 
 

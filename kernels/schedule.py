@@ -41,8 +41,12 @@ class Batch:
 
     def __post_init__(self) -> None:
         rows = max(self.q_rows, self.k_rows, self.shared * self.size)
-        if rows >= 2**31:
-            raise ValueError(f"the Triton kernels count rows in 32 bits: got {rows}; accepted: fewer than 2**31")
+        if rows + max(self.left, self.right, 0) >= 2**31:
+            reach = f" and a window of {self.left}, {self.right}" if max(self.left, self.right) > 0 else ""
+            raise ValueError(
+                f"the Triton kernels count rows and windows in 32 bits: got {rows} rows{reach}; accepted: fewer than "
+                "2**31 together"
+            )
 
     @property
     def size(self) -> int:

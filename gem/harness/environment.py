@@ -37,13 +37,19 @@ _GPU_FIELDS = {
 }
 
 
+_PEERS = (
+    "flash-attn", "flash-attn-3", "flash-attn-4", "tokenspeed-fa3", "nvidia-cutlass-dsl", "ads-mkl",
+    "generative-recommenders", "fbgemm-gpu",
+)  # fmt: skip
+
+
 def capture(device: str = "auto") -> dict[str, Any]:
     """The `environment` of a results document: a flat dict of plain values, None for what could not be found.
 
     Keys: time (UTC, ISO 8601), gem, git_commit, git_dirty, device, gpu, gpu_count, gpu_memory_mib, capability, driver,
     sm_clock_mhz, max_sm_clock_mhz, memory_clock_mhz, power_limit_w, torch, triton, cuda, numpy, python, host, platform,
-    cpu, cores (usable by this process), threads (of torch's CPU ops), memory_gib, and settings (variables that change
-    what is measured).
+    cpu, cores (usable by this process), threads (of torch's CPU ops), memory_gib, settings (variables that change what
+    is measured), and peers (versions of the packages that peers come from).
     """
     gpus = visible_gpus()
     gpu = gpus[0] if gpus else {}
@@ -71,6 +77,7 @@ def capture(device: str = "auto") -> dict[str, Any]:
         "threads": torch_threads(),
         "memory_gib": memory_gib(),
         "settings": settings(),
+        "peers": {name: found for name in _PEERS if (found := version(name)) is not None},
     }
 
 

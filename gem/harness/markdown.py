@@ -32,7 +32,8 @@ def render_markdown(document: Document) -> str:
     rows = [_cells(line, peers, factor, few) for line in own]
     table = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"], *rows]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    mark = "\n\\* the peer was timed fewer than 6 times: no 95 % interval.\n" if few else ""
+    marked = any(cell.endswith("*") for cells in rows for cell in cells)
+    mark = "\n\\* the peer was timed fewer than 6 times: no 95 % interval.\n" if marked else ""
     return f"{machine_text(document)}\n\n{text}\n{mark}{_footnotes(lines)}"
 
 
@@ -87,4 +88,11 @@ def main(pages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except RequestError as error:
+        print(f"gem: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"gem: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

@@ -71,7 +71,7 @@ PEERS: dict[str, Peer] = {
     "hstu": Peer(
         "generative-recommenders' Triton HSTU attention", "cuda, package:generative_recommenders.ops.triton", ("gdpa",)
     ),
-    "jfa_v1": Peer("gem's own first generation of the Triton kernels", "triton", ("jagged_attention",)),
+    "jfa_v1": Peer("gem's own first generation of the Triton kernels", "cuda, triton", ("jagged_attention",)),
 }
 
 

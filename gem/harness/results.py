@@ -76,6 +76,14 @@ class Document(BaseModel):
     ceilings: dict[str, Any] = Field(default_factory=dict)  # dtype → TFLOP/s, and the copy bandwidth
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; ``document`` has the cases that were done, their fixtures and the ceilings."""
+
+    def __init__(self, document: Document) -> None:
+        super().__init__()
+        self.document = document
+
+
 def worst(statuses: Sequence[Status]) -> Status:
     """The status of a group of rows: the worst of them; "skipped" only when all are skipped or there are none."""
     return max(statuses, key=SEVERITY.index) if statuses else "skipped"

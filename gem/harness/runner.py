@@ -15,7 +15,7 @@ from gem.harness.bench import Bench
 from gem.harness.case import Case
 from gem.harness.events import Event
 from gem.harness.needs import check_needs
-from gem.harness.results import Document, Row
+from gem.harness.results import Document, Interrupted, Row
 from gem.harness.score import apply_expectations, correctness_rows, row, throughput_rows
 from gem.harness.session import RunOptions, Session, open_session
 
@@ -29,6 +29,8 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
     if not cases:
         raise RequestError("no case selected; gem list shows the declared cases")
     cases = [_with_peers(case, options.peers) for case in cases]
+    if options.lengths is not None:  # what is expected on a fixture is not promised on other lengths
+        cases = [case.model_copy(update={"expect": {}}) for case in cases]
     if options.impls is not None:
         unknown = [name for name in options.impls if name not in names.IMPLEMENTATIONS]
         if unknown or not options.impls:
@@ -40,20 +42,24 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
             session.check(case)
         same_as = _duplicates(cases, session)
         on_event(Event("run_started", total=len(cases)))
-        for index, case in enumerate(cases):
-            on_event(Event("case_started", case.id, index, len(cases)))
+        try:
+            for index, case in enumerate(cases):
+                on_event(Event("case_started", case.id, index, len(cases)))
 
-            def step(detail: str, case: Case = case, index: int = index) -> None:
-                on_event(Event("step", case.id, index, len(cases), detail))
+                def step(detail: str, case: Case = case, index: int = index) -> None:
+                    on_event(Event("step", case.id, index, len(cases), detail))
 
-            if case.id in same_as:
-                reason = f"the same as {same_as[case.id]} on these lengths"
-                rows = [row(case, status="skipped", reason=reason)]
-            else:
-                rows = run_case(case, options, session, step)
-            document.rows += rows
-            on_event(Event("case_finished", case.id, index, len(cases), rows=tuple(rows)))
-        document.fixtures, document.ceilings = session.fixtures, session.ceilings
+                if case.id in same_as:
+                    reason = f"the same as {same_as[case.id]} on these lengths"
+                    rows = [row(case, status="skipped", reason=reason)]
+                else:
+                    rows = run_case(case, options, session, step)
+                document.rows += rows
+                on_event(Event("case_finished", case.id, index, len(cases), rows=tuple(rows)))
+        except KeyboardInterrupt as stop:
+            raise Interrupted(document) from stop
+        finally:
+            document.fixtures, document.ceilings = session.fixtures, session.ceilings
         on_event(Event("run_finished", total=len(cases)))
     return document
 

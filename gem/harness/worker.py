@@ -294,7 +294,10 @@ def _describe(error: BaseException) -> tuple[str, str, str]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
+    if len(line) <= REASON_LENGTH:
+        return line
+    half = (REASON_LENGTH - 3) // 2  # both ends: a compiler quotes a whole kernel before it says what is wrong
+    return f"{line[:half]} … {line[-half:]}"
 
 
 def _crash_site(log: str) -> str:

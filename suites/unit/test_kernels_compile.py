@@ -220,15 +220,12 @@ def test_no_bound_hides_nan(name, kernels, wanted):
     assert {kernel.name for kernel in bounded if wanted in kernel.ptx} == kernels
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("dtype", [HALF, FLOAT16])
-def test_bf16_alone_takes_the_tanh_instruction(activation, dtype):
-    """It is good to 11 bits, which fp16 has."""
+@pytest.mark.parametrize(("dtype", "fitted"), [(HALF, True), (FLOAT16, False), (FULL, False)])
+def test_bf16_alone_takes_the_fitted_gelu(dtype, fitted):
+    """It is good to 8 bits. The exact one has no reciprocal."""
     with compiling_for(90) as found:
-        _call(Attention(activation=activation, dtype=dtype))
-    assert {kernel.name for kernel in found if "tanh.approx.f32" in kernel.ptx} == (
-        {"_forward", "_dq", "_dkv"} if dtype == HALF else set()
-    )
+        _call(Attention(activation="gelu", dtype=dtype))
+    assert {"rcp.approx.ftz.f32" in kernel.ptx for kernel in found} == {fitted}
 
 
 @cases()

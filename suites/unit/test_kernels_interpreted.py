@@ -261,3 +261,13 @@ def test_a_bias_of_minus_infinity_hides_keys():
     out = attention(*tensors, qo, ko, bias=dense)
     right = reference.jagged_attention(*tensors, qo, ko, bias=dense)
     torch.testing.assert_close(out.double(), right, atol=5e-6, rtol=0)
+
+
+def test_padding_keys_overflow_nothing_in_fp16():
+    """All scores far below 0: a key behind the end would have weight 1, times a delta of 360,000, past fp16."""
+    q, k, v = (torch.full((1, 1, 16), value, dtype=torch.float16) for value in (-3.0, 3.0, 150.0))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    edges = torch.tensor([0, 1])
+    out = attention(*leaves, edges, edges)
+    for grad in torch.autograd.grad(out, leaves, torch.full_like(out, 150.0)):
+        assert grad.isfinite().all()

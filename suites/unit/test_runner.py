@@ -23,6 +23,7 @@ from gem.harness.case import Case
 from gem.harness.contestant import Host
 from gem.harness.params import SUBJECTS
 from gem.harness.peer_padded import SdpaPadded
+from gem.harness.results import Interrupted
 from gem.harness.runner import RunOptions, open_session, run, run_case
 
 SMALL: dict[str, Any] = {"heads": 2, "head_dim": 16}
@@ -280,7 +281,8 @@ def test_lengths_of_a_log_replace_the_history_of_every_case():
         make_case(
             "c", fixture="single_token", params={"seed": 1}
         ),  # another profile of pattern self: now the same as a
-        make_case("d", fixture="single_token", params={"seed": 2}),
+        # Expected of the fixture, and not kept there either.
+        make_case("d", fixture="single_token", params={"seed": 2}, expect={"forward.max_error": "< 0"}),
     ]
     mine = log([3, 9, 1, 7, 30])
     document = run(cases, options=RunOptions(device="cpu", lengths=mine, batch=4), on_event=lambda event: None)
@@ -336,6 +338,20 @@ def test_interrupt_leaves_no_worker_and_no_file(tmp_path, monkeypatch):
     assert len(pids) >= 3  # torch, sdpa_padded, the oracle
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_finished_before_ctrl_c_comes_with_its_ceilings_and_fixtures(monkeypatch):
+    first, second = make_case(kind="throughput"), make_case(name="second", kind="throughput")
+
+    def stop(event):
+        if event.kind == "case_started" and event.case == second.id:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as stopped:
+        run([first, second], options=RunOptions(device="cpu", budget_s=0.05), on_event=stop)
+    document = stopped.value.document
+    assert {row.case for row in document.rows} == {first.name}
+    assert document.fixtures and document.ceilings
 
 
 def runner_workers():

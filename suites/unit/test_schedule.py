@@ -227,6 +227,6 @@ def test_more_rows_than_a_record_holds_are_refused():
     few = torch.tensor([0, 8])
     for rows in ((2**31, 8, 0), (8, 2**31, 0), (8, 8, 2**31)):
         q_rows, k_rows, shared = rows
-        with pytest.raises(ValueError, match=r"rows in 32 bits: got 2147483648; accepted: fewer than 2\*\*31"):
+        with pytest.raises(ValueError, match=r"32 bits: got 2147483648 rows; accepted: fewer than 2\*\*31"):
             Batch(few, few, q_rows, k_rows, shared=shared)
     Batch(few, few, 2**31 - 1, 2**31 - 1)
