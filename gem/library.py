@@ -78,7 +78,7 @@ def _eager(name: str, forward: Callable, setup: Callable, gradient: Callable) ->
         def forward(ctx, *inputs):
             ctx.set_materialize_grads(False)  # or the log-sum-exp gets a gradient of zeros every backward
             ctx.count = len(inputs)
-            output = forward(*inputs)
+            output = _own(forward(*inputs))
             setup(ctx, inputs, output)
             return output
 
@@ -99,6 +99,13 @@ def _eager(name: str, forward: Callable, setup: Callable, gradient: Callable) ->
         return apply(*inputs) if torch.is_grad_enabled() else forward(*inputs)
 
     return call
+
+
+def _own(output):
+    """Outputs that autograd takes for tensors of their own: it refuses in-place operations on a view from an op."""
+    if isinstance(output, tuple):
+        return tuple(map(_own, output))
+    return output.data if output._is_view() else output
 
 
 class _Once(torch.autograd.Function):

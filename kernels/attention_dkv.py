@@ -5,6 +5,8 @@ register operands of dv += weights^T d_out and dk += d_scores^T q. No mask for j
 q, d_out and delta read 0, so that both terms are 0 whatever the weights are; rows behind the keys' end are computed and
 not stored.
 
+For arguments and constants see attention_forward.py.
+
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 

@@ -5,6 +5,8 @@ five, but nobody adds to what another program writes, so there are no atomics an
 four schemes of JFA the one that wins with many samples and heads). For softmax this kernel runs first: it also makes
 delta = rowsum(out * d_out), which both need.
 
+For arguments and constants see attention_forward.py.
+
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 

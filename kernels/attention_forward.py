@@ -7,6 +7,11 @@ exp(0 - max) to its sum for each of them and nothing to its output, which is sub
 the tiles that an edge of causal or window crosses, and with a bias in the one that the keys' end crosses; tiles beyond
 the edges are not visited.
 
+Arguments and constants of the three kernels: ``*_source`` is what the loop reads its tiles from, a descriptor where
+TMA, else the same pointer as ``*_ptr``. SHARED: all samples have the same queries. FOLD: out_scale goes into the
+weights (launch.folds). WARM: see device.warm_rows. WIDE: offsets inside a tile take 64 bits. PERSISTENT: see
+device.dealt. Pointers that a launch has no tensor for (no bias, no log-sum-exp) are some other tensor's, and unread.
+
 Legend: T rows of all samples, H heads, D head_dim, M queries of a tile, N keys of a tile.
 """
 
@@ -77,7 +82,7 @@ def attention_forward(
     if plan is None:
         q_THD, k_THD, v_THD = (last_contiguous(x) for x in (q_THD, k_THD, v_THD))
         plan = _plan(q_THD, k_THD, v_THD, batch, activation, qk_scale, out_scale, sign, bias or NO_BIAS, config)
-        if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # not those that had to be copied
+        if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # copies have other strides than the call
             remember(key, plan)
     tiles = batch.tiles("q", plan.config.block_m)
     plan.launch(

@@ -132,7 +132,7 @@ def dealt(turn, count, PERSISTENT: tl.constexpr):
 @triton.jit
 def read_tile(tiles, index, n_tiles):
     """The record of a tile (schedule.Batch.tiles): sample (-1 = none), row, q_start, q_len, k_start, k_len."""
-    record = tiles + 8 * index
+    record = tiles + 8 * index  # schedule.FIELDS
     sample = tl.load(record, mask=index < n_tiles, other=-1)
     row = tl.load(record + 1, mask=index < n_tiles, other=0)
     q_start = tl.load(record + 2, mask=index < n_tiles, other=0).to(tl.int64)

@@ -21,8 +21,8 @@ from gem.kernels.schedule import Batch
 # A tile has at most 256 rows: below this row stride its offsets fit into 32 bits.
 _WIDE_STRIDE = 2**22
 MOST_TMA_ROWS = 2**30
-_MOST_TMA_STRIDE = 2**34
-_ANY = 0x7FFF0000
+_MOST_TMA_STRIDE = 2**34  # ragged() subtracts a row from it, and a descriptor's strides end at 2**40 bytes
+_ANY = 0x7FFF0000  # a dimension whose bounds nothing meets
 
 
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)

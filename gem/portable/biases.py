@@ -30,11 +30,12 @@ class BiasInputs:
         return self.dense is not None or self.position_table is not None or self.time_table is not None
 
     def start_backward(self, dtype: torch.dtype) -> None:
-        """Zero the gradients of what is given."""
+        """Zero the gradients of what is given. A bucket sums over as many pairs as there are: in float64."""
         for name in ("dense", "position_table", "time_table"):
             x = getattr(self, name)
             if x is not None:
-                self.grads[name] = torch.zeros(x.shape, dtype=dtype, device=x.device)
+                into = dtype if name == "dense" else torch.float64
+                self.grads[name] = torch.zeros(x.shape, dtype=into, device=x.device)
 
     def grad(self, name: str) -> Tensor | None:
         """Gradient of one input in its own type."""
@@ -129,6 +130,7 @@ def _add_by_bucket(into_NH: Tensor, bucket_GLL: Tensor, grad_GHLL: Tensor) -> No
     by_head = grad_GHLL.transpose(0, 1).reshape(grad_GHLL.shape[1], -1)
     if into_NH.device.type == "cpu":
         for head, grad in enumerate(by_head):
-            into_NH[:, head] += torch.bincount(bucket, grad, into_NH.shape[0])
+            into_NH[:, head] += torch.bincount(bucket, grad.to(into_NH.dtype), into_NH.shape[0])
     else:
-        into_NH.index_put_((bucket,), by_head.t(), accumulate=True)  # sorts by bucket on CUDA
+        by_pair = by_head.t().to(into_NH.dtype)
+        into_NH.index_put_((bucket,), by_pair, accumulate=True)  # sorts by bucket on CUDA

@@ -28,6 +28,7 @@ ATTENTION_ERRORS = {
     "q not 3-D": ({"q": TENSORS["q"][0]}, BOTH, r"q must be \[total, heads, head_dim\], got shape \(2, 16\)"),
     "q not a tensor": ({"q": [1.0]}, BOTH, "q must be a tensor, got list"),
     "integer values": ({"q": TENSORS["q"].long()}, BOTH, "q is torch.int64; accepted are torch.float64"),
+    "sparse": ({"q": TENSORS["q"].to_sparse()}, BOTH, "q has layout torch.sparse_coo; accepted: torch.strided"),
     "mixed dtypes": ({"q": TENSORS["q"].double()}, BOTH, "one dtype, got torch.float64, torch.float32"),
     "k and v differ": ({"v": TENSORS["v"][:5]}, BOTH, r"one shape, got \(7, 2, 16\) and \(5, 2, 16\)"),
     "heads differ": ({"q": TENSORS["q"][:, :1]}, BOTH, r"heads and head_dim, got \(1, 16\) and \(2, 16\)"),

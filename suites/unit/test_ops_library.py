@@ -227,7 +227,53 @@ def test_times_in_milliseconds_do_not_wrap():
     torch.testing.assert_close(got, right)
 
 
-def test_forward_mode_is_refused_not_dropped():
-    q, k, v, qo, ko = batch([3], [2])
+def forward_mode_calls():
+    q, k, v, qo, ko = batch([3], [3])
+    yield "q", lambda x: gem.gdpa(x, k, v, qo, ko), q
+    yield "dense bias", lambda x: gem.jagged_attention(q, k, v, qo, ko, bias=x), torch.zeros(3, 3)
+    table = torch.zeros(5, 2)
+    yield "table", lambda x: gem.jagged_attention(q, k, v, qo, ko, bias=gem.PositionBias.clipped(x)), table
+    yield "rope", lambda x: gem.block_attention(q, k, v, qo, rope=(x, x)), torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize(("op", "x"), [pytest.param(op, x, id=name) for name, op, x in forward_mode_calls()])
+def test_forward_mode_is_refused_not_dropped(op, x):
     with pytest.raises(ValueError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: gem.gdpa(x, k, v, qo, ko), (q,), (torch.ones_like(q),))
+        torch.func.jvp(op, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("op", [gem.jagged_attention, gem.gdpa])
+def test_a_trace_holds_the_op_and_not_the_lengths_it_was_made_with(op):
+    q, k, v, edges, _ = batch([5, 7], [5, 7])
+    other = offsets([2, 10])
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda *x: op(*x, impl="torch"), (q, k, v, edges), check_trace=False)
+        assert torch.equal(traced(q, k, v, other), op(q, k, v, other, impl="torch"))
+
+
+@pytest.mark.parametrize("name", ["jagged_attention", "gdpa", "block_attention"])
+def test_an_output_may_be_changed_in_place(name):
+    q, k, v, edges, _ = batch([5, 7], [5, 7])
+    op = getattr(gem, name)
+
+    def gradient(after):
+        leaf = q.clone().requires_grad_()
+        out = op(leaf, k, v, edges, impl="torch")
+        return torch.autograd.grad(after(out).square().sum(), leaf)[0]
+
+    assert torch.equal(gradient(lambda out: out.mul_(2.0).add_(1.0)), gradient(lambda out: out * 2.0 + 1.0))
+
+
+def test_a_bucket_of_many_pairs_is_summed_precisely():
+    """360,000 pairs in three buckets: summed in float32, one after the other, they are off by 1.3e-5."""
+    (q, k, v, edges, _), table = batch([600], [600]), torch.zeros(3, 2)
+    d_out = rows(600, 2, 16, torch.float32, 9)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = table.to(dtype).requires_grad_()
+        out = gem.jagged_attention(
+            *(x.to(dtype) for x in (q, k, v)), edges, bias=gem.PositionBias.clipped(leaf), impl="torch"
+        )
+        grads.append(torch.autograd.grad(out, leaf, d_out.to(dtype))[0])
+    assert (grads[0] - grads[1]).abs().max() < 5e-6
