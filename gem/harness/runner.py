@@ -37,6 +37,8 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
             raise RequestError(f"impls: {unknown or options.impls}; accepted: {', '.join(names.IMPLEMENTATIONS)}")
         cases = [case.model_copy(update={"impls": options.impls}) for case in cases]
     document = Document(environment=environment.capture(options.device), request=_request(options))
+    if document.environment["device"] == "cpu" and any(case.kind == "throughput" for case in cases):
+        document.environment["busy_cores"] = environment.busy_cores()
     with open_session(options) as session:
         for case in cases:
             session.check(case)

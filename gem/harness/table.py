@@ -292,6 +292,8 @@ def machine_text(document: Document) -> str:
     parts = [str(where), f"torch {env.get('torch')}"]
     if env.get("git_commit"):
         parts.append(f"{str(env['git_commit'])[:10]}{' (changed)' if env.get('git_dirty') else ''}")
+    if (env.get("busy_cores") or 0.0) >= 0.3:
+        parts.append(f"other work kept {number(env['busy_cores'])} of {env.get('cores')} cores busy when the run began")
     tflops, gbps = document.ceilings.get("tflops"), document.ceilings.get("gbps")
     if isinstance(tflops, dict) and gbps:
         ceilings = ", ".join(f"{dtype} {number(value)} TFLOP/s" for dtype, value in tflops.items())

@@ -166,3 +166,24 @@ def test_settings_are_those_that_change_a_measurement(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MY_TOKEN", "secret")
     found = environment.settings()
     assert found["OMP_NUM_THREADS"] == "3" and found["GEM_CHECK"] == "1" and "MY_TOKEN" not in found
+
+
+def test_busy_ticks_of_the_cores_asked_for():
+    """user nice system idle iowait irq softirq steal guest guest_nice; guests are in user already."""
+    stat = "cpu  999 9 9 9 9 9 9 9 9 9\ncpu0 10 1 5 100 7 2 3 4 6 1\ncpu1 50 0 0 1 0 0 0 0 0 0\nintr 5\n"
+    assert environment._busy_ticks(stat, {0}) == 10 + 1 + 5 + 2 + 3 + 4
+    assert environment._busy_ticks(stat, {0, 1}) == 25 + 50
+    assert environment._busy_ticks(stat, {7}) == 0
+
+
+@pytest.mark.skipif(
+    environment.busy_cores(0.01) is None, reason="cores are shared by a quota, or there is no /proc/stat"
+)
+def test_other_work_is_seen():
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        found = environment.busy_cores(1.0)
+    finally:
+        other.kill()
+        other.wait()
+    assert found is not None and 0.3 < found <= environment.usable_cores() + 0.1

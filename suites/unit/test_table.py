@@ -9,7 +9,7 @@ from rich.console import Console
 from gem.harness.events import Event
 from gem.harness.progress import LiveProgress, ReadProgress
 from gem.harness.results import Document, Row
-from gem.harness.table import Line, lines_of, number, results_tables, summarise
+from gem.harness.table import Line, lines_of, machine_text, number, results_tables, summarise
 
 
 @pytest.mark.parametrize(
@@ -127,3 +127,9 @@ def test_reading_a_large_file_shows_signs_of_life(monkeypatch: pytest.MonkeyPatc
                 progress._bar.refresh()
         assert "reading log.csv" in out.getvalue() and "1,234 rows" in out.getvalue()
         assert terminal or "50%" in out.getvalue()
+
+
+def test_other_work_on_the_cores_stands_above_the_table():
+    quiet, busy = ({"device": "cpu", "cpu": "Z80", "threads": 2, "cores": 2, "busy_cores": n} for n in (0.05, 0.98))
+    assert "busy" not in machine_text(Document(environment=quiet))
+    assert "other work kept 0.980 of 2 cores busy" in machine_text(Document(environment=busy))
