@@ -251,6 +251,13 @@ def test_what_the_machine_lacks_is_skipped_with_the_reason():
     assert {(r.impl, r.status) for r in rows} == {("gluon", "skipped")} and all(r.reason for r in rows)
 
 
+def test_peers_do_not_run_for_an_implementation_that_cannot():
+    steps = []
+    rows = run_one(make_case(kind="throughput", impls=["gluon"], peers=["sdpa_padded"]), steps.append)
+    assert {(r.impl, r.status) for r in rows} == {("gluon", "skipped"), ("sdpa_padded", "skipped")}
+    assert all("nothing to compare with" in r.reason for r in rows if r.impl == "sdpa_padded") and steps == []
+
+
 # ---- requests
 
 
