@@ -160,21 +160,32 @@ class Bench:
 
     def work(self) -> dict[str, Work]:
         """Useful work by direction, with the roofline's time from the run's own ceilings."""
+        if not any(o.timing for o in self.outcomes):
+            return self._work(None, "nothing was timed")
+        dtype = self.case.params.dtype
+        try:
+            self.step("ceilings")
+            found = self._work(self.session.measured(dtype))
+            if self.session.device == "cpu" and self._beats(found):
+                self.step("ceilings, again")
+                found = self._work(self.session.measured(dtype, again=True))
+        except WorkerFailure as failure:
+            return self._work(None, failure.reason)
+        return found
+
+    def _work(self, rates: tuple[float, float] | None, why: str = "") -> dict[str, Work]:
         from gem.harness.ceilings import least_ms
 
-        rates, why = None, "nothing was timed"
-        if any(o.timing for o in self.outcomes):
-            self.step("ceilings")
-            try:
-                rates = self.session.measured(self.case.params.dtype)
-            except WorkerFailure as failure:
-                why = failure.reason
         found: dict[str, Work] = {}
         for direction in self.case.directions:
             flops, n_bytes = useful_work(self.case, self.lengths, direction)
-            least = least_ms(flops, n_bytes, *rates) if rates else None
-            found[direction] = Work(flops, n_bytes, least, why)
+            found[direction] = Work(flops, n_bytes, least_ms(flops, n_bytes, *rates) if rates else None, why)
         return found
+
+    def _beats(self, work: dict[str, Work]) -> bool:
+        """Whether someone was faster than the machine, as it was measured, can be."""
+        timed = ((o.timing.median, work[o.direction].least_ms) for o in self.outcomes if o.timing)
+        return any(least is not None and ms < least for ms, least in timed)
 
     def _call(self, name: str, method: str, *args: Any) -> Any:
         return self.workers[name].call(method, *args, timeout_s=self.case.timeout_s)

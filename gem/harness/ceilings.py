@@ -1,7 +1,8 @@
 """What this machine can do at most, measured in the run itself: a matrix product and a copy, timed as contestants are.
 
 Ceilings move with the protocol (one card gave 667 to 790 TFLOP/s for one GEMM), so a share of a ceiling means something
-only when both come from the same run.
+only when both come from the same run. On a CPU a contestant that beats them has them measured again: other work may
+have slowed the first measurement.
 """
 
 from typing import Any

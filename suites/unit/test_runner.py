@@ -367,6 +367,31 @@ def runner_workers():
     return _LIVE
 
 
+def test_ceilings_that_a_contestant_beats_are_measured_again_and_the_larger_kept(monkeypatch):
+    """As if other work had held the machine while they were measured first."""
+    asked = []
+
+    class Helper:
+        def call(self, method, device, dtype, with_copy, timeout_s):
+            asked.append(with_copy)
+            slow = {"tflops": 1e-9, "gbps": 1e9}
+            return slow if len(asked) == 1 else {"tflops": 1e6, "gbps": 1e6}
+
+    monkeypatch.setattr(runner.Session, "helper", with_ceilings(Helper()))
+    with open_session(RunOptions(device="cpu", budget_s=0.05)) as opened:
+        rows = run_case(make_case(kind="throughput", peers=[], directions=["forward"]), opened.options, opened)
+        assert opened.ceilings == {"tflops": {"float32": 1e6}, "gbps": 1e9}
+    assert asked == [True, True]
+    (share,) = [r.value for r in rows if r.metric == "roofline"]
+    assert share is not None and 0 < share < 1
+
+
+def with_ceilings(ceilings):
+    """Session.helper with a stand-in for the ceilings' worker alone."""
+    real = runner.Session.helper
+    return lambda self, name, target: ceilings if name == "ceilings" else real(self, name, target)
+
+
 def test_without_ceilings_the_roofline_says_why(monkeypatch):
     monkeypatch.setattr(
         runner.Session, "measured", lambda self, dtype: self.helper("c", "builtins:dict").call("x", timeout_s=9)
