@@ -6,7 +6,7 @@ QK-norm guarantees.
 silu and both other GELUs are x times a logistic function, which keeps its digits in the negative tail; tanh in one
 instruction (tanh.approx, good to 2**-11) would not: 1 + tanh(-3) would be off by a tenth.
 
-ROUGH, for bf16, whose weights keep 8 bits: gelu's erf takes 26 instructions a score, a fitted logistic function 6.
+ROUGH, for bf16, whose weights keep 8 bits: gelu by a fitted logistic function. The exact erf is two long polynomials.
 """
 
 import math

@@ -41,6 +41,8 @@ class Launch:
         self, kernel: Any, *, warps: int, stages: int = 1, registers: int | None = None,
         ragged: dict[int, int] | None = None, **constants: Any,
     ) -> None:  # fmt: skip
+        if tuple(kernel.arg_names[-len(constants) :]) != tuple(constants):
+            raise TypeError(f"{kernel.__name__} does not end in {', '.join(constants)}: they are passed by position")
         self.kernel, self.constants = kernel, tuple(constants.values())
         self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
         self.ragged = ragged or {}
@@ -205,7 +207,7 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @functools.cache
 def nothing(device: torch.device) -> Tensor:
-    """An empty fp32 tensor, where a kernel or a caller asks for one and nobody looks: 3 us each if made anew."""
+    """An empty fp32 tensor, where a kernel or a caller asks for one and nobody looks: not an allocation a call."""
     return torch.empty(0, dtype=torch.float32, device=device)
 
 

@@ -206,7 +206,7 @@ def test_two_runs_give_the_same_bits(bias):
 # -- biases ------------------------------------------------------------------------------------------------------------
 
 
-def agrees_with_bias(make, learnt, **how):
+def assert_agrees_with_bias(make, learnt, **how):
     tensors, qo, ko = batch(q_lens=[3, 40, 0, 33], k_lens=[35, 20, 4, 33])
 
     def op(q, k, v, x):
@@ -226,7 +226,7 @@ def values(*shape: int):
 @pytest.mark.parametrize("broadcast", list(product([False, True], repeat=4)), ids=lambda b: "".join("n1"[x] for x in b))
 def test_dense_bias_and_its_gradient(broadcast):
     shape = [1 if one else n for one, n in zip(broadcast, (4, HEADS, 40, 35), strict=True)]
-    agrees_with_bias(lambda x, q, k: x, values(*shape), causal=broadcast[0])
+    assert_agrees_with_bias(lambda x, q, k: x, values(*shape), causal=broadcast[0])
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -239,7 +239,7 @@ def test_bias_tables_and_their_gradients(kind, mask, heads):
         times = (torch.randint(0, 60, (x.shape[0],), generator=torch.Generator().manual_seed(6)) for x in (q, k))
         return gem.TimeBias.log2(table, *times)
 
-    agrees_with_bias(make, values({"position": 21, "time": 6}[kind], heads), **MASKS[mask])
+    assert_agrees_with_bias(make, values({"position": 21, "time": 6}[kind], heads), **MASKS[mask])
 
 
 def test_a_table_of_one_bucket_changes_nothing_and_learns_nothing():
