@@ -108,8 +108,14 @@ def default(shape: Shape) -> Config:
     return chosen
 
 
+_LOGISTIC = ("silu", "gelu", "gelu_tanh")  # gem.kernels.activations
+
+
 def _kinds(shape: Shape) -> list[str]:
-    """Rows of ``_DEFAULT`` that are for a class, the best first; with "gdpa" in front for pointwise activations."""
+    """Rows of ``_DEFAULT`` that are for a class, the best first; with "gdpa" in front for pointwise activations.
+
+    "logistic": those that wait for the special-function unit, which more and smaller programs hide better.
+    """
     kind = "long"
     if shape.mask.startswith("window"):
         kind = "window"
@@ -120,7 +126,10 @@ def _kinds(shape: Shape) -> list[str]:
     elif shape.mask == "causal":
         kind = "causal"
     kinds = [f"{kind}, 32", kind, "long"] if shape.q_len <= 32 else [kind, "long"]
-    return kinds if shape.activation == "softmax" else [f"gdpa {kind}" for kind in kinds] + kinds
+    if shape.activation == "softmax":
+        return kinds
+    logistic = ["logistic long"] if shape.activation in _LOGISTIC and kind == "long" else []
+    return logistic + [f"gdpa {kind}" for kind in kinds] + kinds
 
 
 def _default_bias(shape: Shape) -> Config:
@@ -148,7 +157,7 @@ _DEFAULT: dict[str, dict[int, dict[str, Config]]] = {
              "window": Config(64, 32, 4, 3)},
         128: {"long": Config(128, 64, 8, 3), "short keys": Config(64, 32, 4, 2), "few queries": Config(64, 64, 4, 3),
               "window": Config(64, 32, 4, 3), "gdpa short keys": Config(64, 32, 4, 3, persistent=3),
-              "gdpa causal": Config(64, 32, 4, 3)},
+              "gdpa causal": Config(64, 32, 4, 3), "logistic long": Config(64, 32, 4, 3)},
         256: {"long": Config(128, 32, 8, 2)},
     },
     "dq": {
