@@ -166,5 +166,6 @@ class Host:
                 found = self._name(self._last)
             else:
                 found = {"out": self.contestant.rows("out", self._last)}
-            found = {name: x * self._sign[direction] for name, x in found.items()}
+            if self._sign[direction] < 0:
+                found = {name: -x for name, x in found.items()}
         return compare(found, answer, self.inputs, timed=True)
