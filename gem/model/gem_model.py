@@ -1,0 +1,174 @@
+"""The whole model: samples in, a logit a task out.
+
+Legend: B samples, M tokens of non-sequence features, N summaries of the history, E width of a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gem.data.samples import Events, Samples
+from gem.data.schema import Schema
+from gem.errors import RequestError
+from gem.model.config import ModelConfig
+from gem.model.interaction import InteractionLayer
+from gem.model.layout import Layout, Packed
+from gem.model.sequence import EventEmbedding, Pooling, SequenceLayer
+from gem.model.work import Work, linear
+
+Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids […], table [rows, E]) to […, E]
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Sums and counts apart, so that ranks and micro-batches of different sizes add up."""
+
+    logits: dict[str, Tensor]  # by task, fp32 [B]
+    sums: dict[str, Tensor]  # by task: binary cross-entropy added up over the samples where the label is defined
+    counts: dict[str, Tensor]  # by task: how many these are
+
+    def mean(self) -> Tensor:
+        """The tasks' mean losses added up; a task without a label in the batch adds nothing."""
+        return torch.stack([self.sums[task] / self.counts[task].clamp_min(1) for task in self.sums]).sum()
+
+
+class GemModel(nn.Module):
+    """Tables, sequence tower, interaction layers, heads, as ``config`` sizes them for data of ``schema``.
+
+    ``layout`` decides how sequences lie in memory: packed by default. ``lookup`` reads tables: torch's embedding by
+    default, whose gradient is as large as the table; a trainer puts a sparse one in its place.
+    """
+
+    def __init__(
+        self, schema: Schema, config: ModelConfig, *, layout: Callable[[Events], Layout] = Packed,
+        lookup: Lookup = F.embedding,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.schema, self.config, self.layout, self.lookup = schema, config, layout, lookup
+        self.tables = nn.ParameterDict(
+            {table.name: nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
+        )
+        self.features = nn.ModuleDict({f.name: nn.Linear(config.table_dim, config.dim) for f in schema.ids})
+        self.floats = _two_layers(len(schema.floats), config.dim) if schema.floats else None
+        wanted = {name: schema.sequence(name) for name in (config.history, config.keys) if name is not None}
+        self.events = nn.ModuleDict({name: EventEmbedding(s, config) for name, s in wanted.items()})
+        tokens = len(schema.ids) + bool(schema.floats)
+        self.short_norm = self.short_pooling = None
+        if config.keys is not None:
+            self.short_norm = nn.RMSNorm(config.dim)
+            if config.pooled_keys:
+                self.short_pooling = Pooling(config.keys, config.pooled_keys, config)
+                tokens += config.pooled_keys
+        if not tokens:
+            raise RequestError("schema: no ids, floats or pooled keys; accepted: at least one of them")
+        self.tokens = tokens
+        summaries = config.pooled if config.history is not None else 0
+        self.tower = nn.ModuleList(
+            [SequenceLayer(wanted[config.history], config.keys, config) for _ in range(config.layers)]
+            if config.history is not None
+            else []
+        )
+        self.interactions = nn.ModuleList(
+            [InteractionLayer(tokens + summaries, tokens, config) for _ in range(config.layers)]
+        )
+        width = (tokens + summaries) * config.dim
+        self.head_norm = nn.RMSNorm(config.dim)
+        self.heads = nn.ModuleDict({task.name: _Head(width, config.head_hidden) for task in schema.tasks})
+
+    def forward(self, samples: Samples) -> dict[str, Tensor]:
+        """fp32 logits [B] by task."""
+        layouts = {name: self.layout(samples.sequences[name]) for name in self.events}
+        short, pooled = self._short(layouts)
+        x_BME = self._non_sequence(samples, pooled)
+        history = self.config.history
+        summaries: list[Tensor] = []
+        events = None if history is None else self._tokens(history, layouts[history])
+        for number, interaction in enumerate(self.interactions):
+            if history is not None:
+                assert events is not None
+                keys = layouts.get(self.config.keys or "")
+                events, found_BNE = self.tower[number](events, layouts[history], x_BME.mean(1), short, keys)
+                summaries = [found_BNE]
+            x_BME = interaction(torch.cat([x_BME, *summaries], 1))
+        flat = self.head_norm(torch.cat([x_BME, *summaries], 1)).flatten(1)
+        return {task: head(flat) for task, head in self.heads.items()}
+
+    def losses(self, samples: Samples) -> Losses:
+        """Logits and binary cross-entropy; where a label is NaN its task learns nothing (CVR: ads not clicked)."""
+        logits = self(samples)
+        sums, counts = {}, {}
+        for task, logit in logits.items():
+            label = samples.labels[task]
+            defined = ~label.isnan()
+            loss = F.binary_cross_entropy_with_logits(logit, label.nan_to_num(), reduction="none")
+            sums[task] = torch.where(defined, loss, 0.0).sum()
+            counts[task] = defined.sum()
+        return Losses(logits, sums, counts)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """All parameters but the tables."""
+        return [p for name, p in self.named_parameters() if not name.startswith("tables.")]
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The layers that efficiency is told of, by name, in order; each has ``flops``, and together they are all."""
+        found: dict[str, nn.Module] = {f"events.{name}": module for name, module in self.events.items()}
+        if self.short_pooling is not None:
+            found["short_pooling"] = self.short_pooling
+        found |= {f"tower.{number}": layer for number, layer in enumerate(self.tower)}
+        found |= {f"interaction.{number}": layer for number, layer in enumerate(self.interactions)}
+        return found | {f"head.{task}": head for task, head in self.heads.items()}
+
+    def flops(self, work: Work) -> float:
+        """Useful FLOPs of a forward."""
+        own = work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.features, self.floats))
+        return own + sum(part.flops(work) for part in self.parts().values())  # type: ignore[operator]
+
+    def _tokens(self, sequence: str, layout: Layout) -> Tensor:
+        features = self.schema.sequence(sequence).features
+        rows = [self.lookup(layout.ids[f.name], self.tables[f.table]) for f in features]
+        return self.events[sequence](rows, layout)
+
+    def _short(self, layouts: dict[str, Layout]) -> tuple[Tensor | None, list[Tensor]]:
+        """Normed tokens of the short sequence, and its summaries."""
+        name = self.config.keys
+        if name is None:
+            return None, []
+        assert self.short_norm is not None
+        tokens = self._tokens(name, layouts[name])
+        pooled = [] if self.short_pooling is None else [self.short_pooling(tokens, layouts[name])]
+        return self.short_norm(tokens), pooled
+
+    def _non_sequence(self, samples: Samples, pooled: list[Tensor]) -> Tensor:
+        """[B, M, E]."""
+        tokens = [
+            self.features[f.name](self.lookup(samples.ids[f.name], self.tables[f.table])) for f in self.schema.ids
+        ]
+        if self.floats is not None:
+            tokens.append(self.floats(samples.floats))
+        found = [torch.stack(tokens, 1)] if tokens else []
+        return torch.cat([*found, *(one.to(found[0].dtype) if found else one for one in pooled)], 1)
+
+
+class _Head(nn.Module):
+    """One task's logit."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
+
+    def forward(self, flat: Tensor) -> Tensor:
+        return self.layers(flat).float().squeeze(-1)
+
+    def flops(self, work: Work) -> float:
+        return work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.layers))
+
+
+def _two_layers(fan_in: int, dim: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(fan_in, dim), nn.GELU(), nn.Linear(dim, dim))
+
+
+def _linears(*modules: nn.Module | None) -> list[nn.Linear]:
+    return [m for module in modules if module is not None for m in module.modules() if isinstance(m, nn.Linear)]

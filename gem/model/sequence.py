@@ -1,0 +1,205 @@
+"""The sequence tower: events to tokens, self attention, cross attention user × ads, and pooled summaries.
+
+Per layer (pre-norm, residual): tokens are scaled by what the non-sequence features say of the sample; self attention
+in blocks or a causal window with rotary positions; GDPA with these long queries on a short sequence's keys; an MLP.
+Pooling (PMA) is GDPA with learnt queries that all samples share. Queries and keys are normalised per head (QK-norm),
+which bounds the scores to ±SCORE_BOUND, where the Taylor GELU is good.
+
+Legend: B samples, … events in their layout (gem.model.layout), E width of a token, H heads, D head_dim, N summaries.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gem.data.schema import SequenceSchema
+from gem.model.config import ModelConfig
+from gem.model.layout import Layout, rope_tables
+from gem.model.work import Work, attend, linear
+
+SCORE_BOUND = 2.0
+
+
+class EventEmbedding(nn.Module):
+    """Looked-up rows of an event's features, and its age, to one token […, E]."""
+
+    def __init__(self, schema: SequenceSchema, config: ModelConfig) -> None:
+        super().__init__()
+        self.sequence, self.width = schema.name, config.table_dim * len(schema.features)
+        self.project = nn.Linear(self.width, config.dim)
+        self.times = config.times if schema.timed else 0
+        if self.times:
+            self.age = nn.Parameter(torch.randn(self.times, config.dim) * 0.02)
+
+    def forward(self, rows: list[Tensor], layout: Layout) -> Tensor:
+        """``rows``: one […, table_dim] a feature."""
+        tokens = self.project(torch.cat(rows, -1))
+        if self.times:
+            assert layout.ages is not None
+            # Powers of two: frexp's exponent of age + 1, without a logarithm's rounding at the edges.
+            bucket = torch.frexp(layout.ages.clamp_min(0).double() + 1.0).exponent.long().clamp(1, self.times) - 1
+            tokens = tokens + F.embedding(bucket, self.age).to(tokens.dtype)
+        return tokens
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        return linear(work.events(self.sequence), self.width, self.project.out_features)
+
+
+def head_norm(x: Tensor, scale: float) -> Tensor:
+    """x normalised to root mean square ``scale`` in its last dimension; in fp32, given back in x's type."""
+    x32 = x.float()
+    return (x32 * (scale * torch.rsqrt(x32.square().mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Softmax attention among the events of a sample."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, schema: SequenceSchema, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.sequence = config, schema.name
+        inner = config.heads * config.head_dim
+        self.norm = nn.RMSNorm(config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, config.dim, bias=False)
+        cos, sin = rope_tables(schema.longest, config.head_dim)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[…, E] to […, E]."""
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.config.heads, self.config.head_dim))
+        q, k, v = heads.unbind(-3)
+        # Softmax of sqrt(D) q k / (|q| |k|): as sharp as unit-variance inputs make it.
+        q, k, rope = head_norm(q, 1.0), head_norm(k, 1.0), (self.rope_cos, self.rope_sin)
+        if self.config.self_attention == "block":
+            out = layout.blocks(q, k, v, rope, self.config.block)
+        else:
+            out = layout.window(q, k, v, rope, self.config.window)
+        return self.out(out.flatten(-2))
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        c, events = self.config, work.events(self.sequence)
+        blocks = c.block if c.self_attention == "block" else None
+        pairs = work.self_pairs(self.sequence, blocks, c.window)
+        inner = c.heads * c.head_dim
+        return 4 * linear(events, c.dim, inner) + attend(pairs, c.heads, c.head_dim)
+
+
+class CrossAttention(nn.Module):
+    """GDPA of the long sequence's events on the short sequence's: user × ads."""
+
+    def __init__(self, queries: str, keys: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.queries, self.keys = config, queries, keys
+        inner = config.heads * config.head_dim
+        self.norm = nn.RMSNorm(config.dim)
+        self.q = nn.Linear(config.dim, inner, bias=False)
+        self.kv = nn.Linear(config.dim, 2 * inner, bias=False)
+        # GDPA adds up over the keys: its size follows their number, which the norm takes out again.
+        self.out_norm = nn.RMSNorm(inner)
+        self.out = nn.Linear(inner, config.dim, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout, short: Tensor, short_layout: Layout) -> Tensor:
+        """[…, E] to […, E]; ``short``: the normed tokens of the short sequence."""
+        c = self.config
+        q = head_norm(self.q(self.norm(x)).unflatten(-1, (c.heads, c.head_dim)), 1.0)
+        k, v = self.kv(short).unflatten(-1, (2, c.heads, c.head_dim)).unbind(-3)
+        out = layout.cross(q, head_norm(k, 1.0), v, short_layout, c.activation, SCORE_BOUND / c.head_dim)
+        return self.out(self.out_norm(out.flatten(-2)).to(out.dtype))
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        c, inner = self.config, self.config.heads * self.config.head_dim
+        events, short = work.events(self.queries), work.events(self.keys)
+        pairs = work.cross_pairs(self.queries, self.keys)
+        return 2 * linear(events, c.dim, inner) + linear(short, c.dim, 2 * inner) + attend(pairs, c.heads, c.head_dim)
+
+
+class Pooling(nn.Module):
+    """PMA: N summaries of a sequence by GDPA with queries that all samples share."""
+
+    def __init__(self, sequence: str, queries: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.sequence, self.queries = config, sequence, queries
+        inner = config.heads * config.head_dim
+        self.seeds = nn.Parameter(torch.randn(queries, config.heads, config.head_dim))
+        self.norm = nn.RMSNorm(config.dim)
+        self.kv = nn.Linear(config.dim, 2 * inner, bias=False)
+        self.out_norm = nn.RMSNorm(inner)
+        self.out = nn.Linear(inner, config.dim, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[…, E] to [B, N, E]; a sample without events gives 0."""
+        c = self.config
+        k, v = self.kv(self.norm(x)).unflatten(-1, (2, c.heads, c.head_dim)).unbind(-3)
+        q = head_norm(self.seeds, 1.0).to(k.dtype)
+        out = layout.pooled(q, head_norm(k, 1.0), v, c.activation, SCORE_BOUND / c.head_dim)
+        return self.out(self.out_norm(out.flatten(-2)).to(out.dtype))
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        c, events = self.config, work.events(self.sequence)
+        inner = c.heads * c.head_dim
+        return (
+            linear(events, c.dim, 2 * inner)
+            + attend(self.queries * events, c.heads, c.head_dim)
+            + linear(work.samples * self.queries, inner, c.dim)
+        )
+
+
+class FeedForward(nn.Module):
+    """An MLP on each event."""
+
+    def __init__(self, sequence: str, config: ModelConfig) -> None:
+        super().__init__()
+        self.sequence, self.dim, self.hidden = sequence, config.dim, round(config.feed_forward * config.dim)
+        self.norm = nn.RMSNorm(config.dim)
+        self.up = nn.Linear(config.dim, self.hidden)
+        self.down = nn.Linear(self.hidden, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, E] to […, E]."""
+        return self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        return 2 * linear(work.events(self.sequence), self.dim, self.hidden)
+
+
+class SequenceLayer(nn.Module):
+    """One layer of the tower and the summaries of its result."""
+
+    def __init__(self, history: SequenceSchema, keys: str | None, config: ModelConfig) -> None:
+        super().__init__()
+        self.dim = config.dim
+        self.gate = nn.Linear(config.dim, config.dim)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+        self.self_attention = SelfAttention(history, config)
+        self.cross_attention = None if keys is None else CrossAttention(history.name, keys, config)
+        self.feed_forward = FeedForward(history.name, config) if config.feed_forward else None
+        self.pooling = Pooling(history.name, config.pooled, config)
+
+    def forward(
+        self, x: Tensor, layout: Layout, context_BE: Tensor, short: Tensor | None, short_layout: Layout | None
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens […, E], summaries [B, N, E]). ``context_BE``: what the non-sequence features say of each sample."""
+        x = x + x * layout.spread(self.gate(context_BE)).to(x.dtype)
+        x = x + self.self_attention(x, layout)
+        if self.cross_attention is not None:
+            assert short is not None and short_layout is not None
+            x = x + self.cross_attention(x, layout, short, short_layout)
+        if self.feed_forward is not None:
+            x = x + self.feed_forward(x)
+        return x, self.pooling(x, layout)
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        parts = [self.self_attention, self.cross_attention, self.feed_forward, self.pooling]
+        own = linear(work.samples, self.dim, self.dim)
+        return own + sum(part.flops(work) for part in parts if part is not None)
