@@ -120,5 +120,6 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         (offsets,) = ctx.saved_tensors
-        summed = torch.segment_reduce(grad.float().contiguous(), "sum", offsets=offsets, axis=0, initial=0.0)
+        wide = grad.float() if grad.element_size() < 4 else grad
+        summed = torch.segment_reduce(wide.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0)
         return summed.to(grad.dtype), None, None

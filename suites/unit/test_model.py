@@ -1,0 +1,212 @@
+"""The model: what a sample's logit may depend on, what each loss learns from, and FLOPs against torch's own count."""
+
+import pytest
+import torch
+from model_data import random_samples, small_schema
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from gem.data.samples import Events, Samples, merge
+from gem.errors import RequestError
+from gem.model import GemModel, ModelConfig
+from gem.model.config import PRESETS, preset
+from gem.model.layout import Packed, rotate
+from gem.model.work import Work
+
+HISTORY, AUDIENCE = [70, 0, 5, 130, 1, 64], [3, 9, 0, 1, 0, 20]
+
+
+def model_of(seed: int = 0, **sizes) -> GemModel:
+    torch.manual_seed(seed)
+    model = GemModel(small_schema(), ModelConfig.model_validate(sizes))
+    with torch.no_grad():  # the gate starts at 0, which would hide what it does
+        for layer in model.tower:
+            torch.nn.init.normal_(layer.gate.weight, std=0.2)  # type: ignore[union-attr,arg-type]
+    return model
+
+
+def changed(samples: Samples, sequence: str, feature: str, sample: int) -> Samples:
+    """The samples with one sample's events of a feature replaced."""
+    e = samples.sequences[sequence]
+    ids = e.ids[feature].clone()
+    low, high = (int(e.offsets[sample + i]) for i in (0, 1))
+    ids[low:high] = (ids[low:high] + 1) % 5
+    events = Events(e.offsets, e.ids | {feature: ids}, e.times)
+    return Samples(samples.keys, samples.ids, samples.floats, samples.sequences | {sequence: events}, samples.labels)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"self_attention": "window", "window": 16}, {"keys": None}, {"times": 0}])
+def test_a_sample_stands_alone(sizes):
+    """Its logits are the same in any company and any order."""
+    model, samples = model_of(**sizes).double(), random_samples(HISTORY, AUDIENCE)
+    samples = samples.apply(lambda x: x.double() if x.is_floating_point() else x)
+    with torch.no_grad():
+        together = model(samples)
+        order = [4, 0, 5, 2, 1, 3]
+        shuffled = model(merge([samples.take(i, i + 1) for i in order]))
+    for task, logits in together.items():
+        torch.testing.assert_close(shuffled[task], logits[order], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sequence, feature, sample", [("history", "item", 0), ("history", "signal", 3), ("audience", "user", 5)]
+)
+def test_every_input_counts_for_its_sample_alone(sequence, feature, sample):
+    model, samples = model_of(), random_samples(HISTORY, AUDIENCE)
+    with torch.no_grad():
+        before, after = model(samples)["ctr"], model(changed(samples, sequence, feature, sample))["ctr"]
+    moved = (before - after).abs() > 1e-7
+    assert moved.nonzero().flatten().tolist() == [sample]
+
+
+@pytest.mark.parametrize("name", ["user", "item", "floats", "times"])
+def test_non_sequence_features_and_times_count(name):
+    model, samples = model_of(), random_samples(HISTORY, AUDIENCE)
+    ids, floats, sequences = dict(samples.ids), samples.floats, dict(samples.sequences)
+    if name == "floats":
+        floats = floats + 1
+    elif name == "times":
+        e = sequences["history"]
+        assert e.times is not None
+        sequences["history"] = Events(e.offsets, e.ids, e.times // 1000)
+    else:
+        ids[name] = (ids[name] + 1) % 50
+    with torch.no_grad():
+        before = model(samples)["cvr"]
+        after = model(Samples(samples.keys, ids, floats, sequences, samples.labels))["cvr"]
+    several = torch.tensor(HISTORY) > 1 if name == "times" else torch.ones(6, dtype=torch.bool)
+    assert bool(((before - after).abs() > 1e-7)[several].all())
+
+
+def test_the_tower_is_told_of_the_features():
+    """Features to sequences, the second direction: without the gate the first layer's summaries ignore the item."""
+    model, samples = model_of(layers=1), random_samples(HISTORY, AUDIENCE)
+    other = Samples(
+        samples.keys, samples.ids | {"item": (samples.ids["item"] + 7) % 100}, samples.floats, samples.sequences,
+        samples.labels,
+    )  # fmt: skip
+    summaries: list[Tensor] = []
+    model.tower[0].register_forward_hook(lambda module, inputs, output: summaries.append(output[1].detach()))
+    with torch.no_grad():
+        model(samples), model(other)
+        torch.nn.init.zeros_(model.tower[0].gate.weight)  # type: ignore[union-attr,arg-type]
+        model(samples), model(other)
+    assert not torch.equal(summaries[0][0], summaries[1][0])
+    assert torch.equal(summaries[2], summaries[3])
+
+
+def test_losses_are_of_defined_labels_alone():
+    model, samples = model_of(), random_samples(HISTORY, AUDIENCE)
+    found = model.losses(samples)
+    for task, label in samples.labels.items():
+        defined = ~label.isnan()
+        p = found.logits[task][defined].double().sigmoid()
+        by_hand = -(label[defined] * p.log() + (1 - label[defined]) * (1 - p).log()).sum()
+        torch.testing.assert_close(found.sums[task].double(), by_hand.double(), rtol=1e-5, atol=1e-5)
+        assert int(found.counts[task]) == int(defined.sum())
+    # A sample that was not clicked must not move the CVR head.
+    found.sums["cvr"].backward()
+    gradient = model.heads["cvr"].layers[0].weight.grad.clone()  # type: ignore[union-attr,index]
+    clicked = [i for i in range(6) if samples.labels["ctr"][i] == 1]
+    model.zero_grad()
+    model.losses(merge([samples.take(i, i + 1) for i in clicked])).sums["cvr"].backward()
+    torch.testing.assert_close(model.heads["cvr"].layers[0].weight.grad, gradient, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr,index]
+
+
+def test_no_label_at_all_is_no_nan():
+    model, samples = model_of(), random_samples(HISTORY, AUDIENCE)
+    labels = {"ctr": torch.zeros(6), "cvr": torch.full((6,), torch.nan)}
+    loss = model.losses(Samples(samples.keys, samples.ids, samples.floats, samples.sequences, labels)).mean()
+    loss.backward()
+    assert bool(loss.isfinite())
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_every_parameter_learns():
+    model, samples = model_of(), random_samples(HISTORY, AUDIENCE)
+    model.losses(samples).mean().backward()
+    still = [n for n, p in model.named_parameters() if p.grad is None or not bool((p.grad != 0).any())]
+    assert still == []
+
+
+def test_empty_histories_and_audiences():
+    model, samples = model_of(), random_samples([0, 0], [0, 0])
+    loss = model.losses(samples).mean()
+    loss.backward()
+    assert bool(loss.isfinite())
+
+
+def test_sums_over_events_in_the_backward_of_spread():
+    layout = Packed(random_samples(HISTORY, AUDIENCE).sequences["history"])
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layout.spread, (x,))
+    rows = torch.randn(270, 3).bfloat16()  # summed in fp32: 270 values in bf16 would stop growing
+    y = torch.zeros(6, 3, dtype=torch.bfloat16, requires_grad=True)
+    layout.spread(y).backward(rows)
+    assert y.grad is not None
+    torch.testing.assert_close(y.grad[3].double(), rows[75:205].double().sum(0), rtol=8e-3, atol=1e-2)
+
+
+def test_presets_and_names():
+    for name in PRESETS:
+        assert preset(name).layers >= 1
+    with pytest.raises(RequestError, match="accepted: tiny, small"):
+        preset("huge")
+    with pytest.raises(RequestError, match="the data has history, audience"):
+        GemModel(small_schema(), ModelConfig(history="clicks"))
+
+
+# -- FLOPs ---------------------------------------------------------------------------------------------------------------
+
+
+class Dense(Packed):
+    """Samples of equal lengths: attention as plain products of batched matrices, which torch counts."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
+        self.batch = events.offsets.shape[0] - 1
+
+    def _product(self, q: Tensor, k: Tensor, v: Tensor, softmax: bool) -> Tensor:
+        """q [G, M, H, D], k and v [G, N, H, D]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2)
+        return ((scores.softmax(-1) if softmax else scores) @ v).transpose(1, 2)
+
+    def blocks(self, q, k, v, rope, block):
+        cos, sin = (table[: q.shape[0]][:, None] for table in rope)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self._product(*(x.unflatten(0, (-1, block)) for x in (q, k, v)), softmax=True)
+        return out.flatten(0, 1)
+
+    def cross(self, q, k, v, keys, activation, scale):
+        return self._product(*(x.unflatten(0, (self.batch, -1)) for x in (q, k, v)), softmax=False).flatten(0, 1)
+
+    def pooled(self, q_NHD, k, v, activation, scale):
+        q = q_NHD[None].expand(self.batch, -1, -1, -1)
+        return self._product(q, *(x.unflatten(0, (self.batch, -1)) for x in (k, v)), softmax=False)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"block": 16},
+        {"block": 16, "layers": 1, "heads": 3, "head_dim": 16, "feed_forward": 0.0, "pooled_keys": 0},
+        {"history": None, "keys": None, "interactions": ["cross", "products"], "experts": 3},
+    ],
+)
+def test_flops_are_those_that_torch_counts_on_dense_input(sizes):
+    schema = small_schema()
+    model = GemModel(schema, ModelConfig.model_validate(sizes), layout=Dense)
+    samples = random_samples([64] * 4, [8] * 4)
+    # The math backend's products are counted; a fused kernel on a CPU would not be.
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            model(samples)
+    assert model.flops(Work.of(samples)) == counter.get_total_flops()
+
+
+def test_flops_add_up_over_samples_and_ignore_padding():
+    model = model_of()
+    samples = random_samples(HISTORY, AUDIENCE)
+    alone = sum(model.flops(Work.of(samples.take(i, i + 1))) for i in range(6))
+    assert model.flops(Work.of(samples)) == pytest.approx(alone, rel=1e-12)
