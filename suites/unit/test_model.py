@@ -88,9 +88,11 @@ def test_the_tower_is_told_of_the_features():
     summaries: list[Tensor] = []
     model.tower[0].register_forward_hook(lambda module, inputs, output: summaries.append(output[1].detach()))
     with torch.no_grad():
-        model(samples), model(other)
+        for one in (samples, other):
+            model(one)
         torch.nn.init.zeros_(model.tower[0].gate.weight)  # type: ignore[union-attr,arg-type]
-        model(samples), model(other)
+        for one in (samples, other):
+            model(one)
     assert not torch.equal(summaries[0][0], summaries[1][0])
     assert torch.equal(summaries[2], summaries[3])
 
@@ -156,7 +158,7 @@ def test_presets_and_names():
         GemModel(small_schema(), ModelConfig(history="clicks"))
 
 
-# -- FLOPs ---------------------------------------------------------------------------------------------------------------
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
 
 
 class Dense(Packed):
@@ -199,9 +201,9 @@ def test_flops_are_those_that_torch_counts_on_dense_input(sizes):
     model = GemModel(schema, ModelConfig.model_validate(sizes), layout=Dense)
     samples = random_samples([64] * 4, [8] * 4)
     # The math backend's products are counted; a fused kernel on a CPU would not be.
-    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        with FlopCounterMode(display=False) as counter:
-            model(samples)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), counter:
+        model(samples)
     assert model.flops(Work.of(samples)) == counter.get_total_flops()
 
 
