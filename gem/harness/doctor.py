@@ -7,12 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gem.harness import environment, names
-from gem.harness.case import Case
+from gem.harness.case import AnyCase
 from gem.harness.needs import Facts, check_needs
 from gem.harness.params import SUBJECTS
 
 
-def report(cases: list[Case], facts: Facts, console: Console) -> None:
+def report(cases: list[AnyCase], facts: Facts, console: Console) -> None:
     """Print the machine, the implementations, the peers, the needs of `cases` and how many of them can run."""
     for table in (_machine(facts), _implementations(facts), _peers(facts)):
         console.print(table)
@@ -89,7 +89,7 @@ def _peers(facts: Facts) -> Table:
     return table
 
 
-def _needs(cases: list[Case], facts: Facts) -> Table:
+def _needs(cases: list[AnyCase], facts: Facts) -> Table:
     table = _table("needs of the declared cases", "needs", "cases", "here")
     for needs, count in Counter(case.needs for case in cases if case.needs).most_common():
         table.add_row(needs, str(count), _state(check_needs(needs, facts)))

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-KINDS = ("correctness", "throughput")
+KINDS = ("correctness", "throughput", "scaling", "quality")
 # Kinds that the design names and that have no runner so far: they get an error of their own instead of "unknown kind".
-KINDS_WITHOUT_RUNNER = ("scaling", "quality", "claim")
+KINDS_WITHOUT_RUNNER = ("claim",)
+OP_KINDS = ("correctness", "throughput")  # of the ops; other subjects name theirs in measured.py
 IMPLEMENTATIONS = ("reference", "torch", "triton", "gluon")
 DIRECTIONS = ("forward", "backward")
 
@@ -32,10 +33,26 @@ METRICS: dict[str, Metric] = {
     "gbps": Metric("GB/s", "higher"),
     "roofline": Metric("share", "higher"),
     "max_error": Metric("", "lower"),
-    "qps": Metric("1/s", "higher"),
-    "mfu": Metric("share", "higher"),
-    "ne": Metric("", "lower"),  # normalised entropy
     "bytes": Metric("B", "lower"),
+    # of training, end to end
+    "qps": Metric("1/s", "higher"),  # samples trained a second
+    "mfu": Metric("share", "higher"),  # useful model FLOPs of the un-padded batch, over time and peak
+    "local_mfu": Metric("share", "higher"),  # each layer alone, weighted by its share of a step's FLOPs
+    "e2e_mfu": Metric("share", "higher"),  # of whole training steps
+    "scaling_ratio": Metric("share", "higher"),  # e2e_mfu / local_mfu
+    "input_wait": Metric("share", "lower"),  # of the step's time, spent waiting for samples
+    "peak_memory": Metric("B", "lower"),
+    # of what is learnt
+    "ne": Metric("", "lower"),  # normalised entropy: mean log loss / log loss of always predicting the base rate
+    "ne_floor": Metric("", "lower"),  # of the teacher that drew the labels: no model can do better
+    "ne_above_floor": Metric("share", "lower"),  # ne / ne_floor - 1
+    "auc": Metric("", "higher"),
+    "calibration": Metric("", "lower"),  # |mean prediction / mean label - 1|: as a distance, it has one better side
+    # of load balance
+    "max_over_mean": Metric("x", "lower"),  # a step's heaviest rank over the ranks' mean, mean over steps
+    "share_closed": Metric("share", "higher"),  # of the gap between random batches and the best partition
+    "bytes_moved": Metric("B", "lower"),  # between ranks, a step
+    "samples_per_s": Metric("1/s", "higher"),  # through the readers, on one core
 }
 RATIO_PREFIX = "ratio_to."
 
@@ -43,7 +60,7 @@ RATIO_PREFIX = "ratio_to."
 def metric(name: str) -> Metric | None:
     """The metric called `name` (``ratio_to.<peer>`` included), or None when there is none."""
     if name.startswith(RATIO_PREFIX) and len(name) > len(RATIO_PREFIX):
-        return Metric("x", "higher")  # peer's time / subject's time
+        return Metric("x", "higher")  # peer's time / subject's time, or subject's rate / peer's rate
     return METRICS.get(name)
 
 

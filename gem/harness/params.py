@@ -1,7 +1,8 @@
 """The parameters of each subject: what a `params = {...}` table of a declared case may say.
 
-A subject is a public op under measurement. Its model is strict (no string passes for a number) and closed (an unknown
-name is an error), because a misspelt parameter that is ignored measures something else than was asked for.
+A model is strict (no string passes for a number) and closed (an unknown name is an error), because a misspelt parameter
+that is ignored measures something else than was asked for. Here: the public ops. What is measured otherwise, a whole
+training step say, has its parameters in measured_params.py.
 """
 
 from typing import Annotated, Literal
@@ -14,20 +15,24 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 Layout = Literal["packed", "fused_qkv", "strided"]
 
 
-def _pair(value: object) -> object:
-    """TOML knows only arrays: make the array of two a tuple, which is what a frozen model holds."""
+def as_tuple(value: object) -> object:
+    """TOML knows only arrays: make one a tuple, which is what a frozen model holds."""
     return tuple(value) if isinstance(value, list) else value
 
 
 Side = Annotated[int, Field(ge=-1)]  # -1: unlimited
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Window = Annotated[tuple[Side, Side], BeforeValidator(_pair)]
+Window = Annotated[tuple[Side, Side], BeforeValidator(as_tuple)]
 
 
-class SubjectParams(BaseModel):
-    """What every subject takes: the shape of a head, the dtypes and how the inputs lie in memory."""
+class Params(BaseModel):
+    """The parameters of a subject, whichever it is: strict, closed, and fixed once they are read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SubjectParams(Params):
+    """What every op takes: the shape of a head, the dtypes and how the inputs lie in memory."""
 
     heads: Annotated[int, Field(ge=1, le=1024)] = 4
     head_dim: Annotated[int, Field(ge=1, le=4096)] = 64

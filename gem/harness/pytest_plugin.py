@@ -17,7 +17,7 @@ import pytest
 
 from gem.errors import RequestError
 from gem.harness import environment
-from gem.harness.case import Case
+from gem.harness.case import AnyCase, Case
 from gem.harness.needs import check_needs
 from gem.harness.results import Row, own_status
 from gem.harness.suites import is_suite_place, load_suite
@@ -28,7 +28,7 @@ _SESSION: pytest.StashKey[tuple[Any, Any]] = pytest.StashKey()
 class CaseFailed(Exception):
     """A declared case whose subject failed, errored or ran out of memory; carries its rows."""
 
-    def __init__(self, case: Case, rows: list[Row]) -> None:
+    def __init__(self, case: AnyCase, rows: list[Row]) -> None:
         super().__init__(case.id)
         self.case, self.rows = case, rows
 
@@ -76,11 +76,13 @@ class SuiteFile(pytest.File):
 class SuiteItem(pytest.Item):
     """One declared case."""
 
-    def __init__(self, *, case: Case, **given: Any) -> None:
+    def __init__(self, *, case: AnyCase, **given: Any) -> None:
         super().__init__(**given)
         self.case = case
         # Beside the node id, -k finds these.
-        self.extra_keyword_matches.update((case.kind, case.subject, case.fixture))
+        self.extra_keyword_matches.update((case.kind, case.subject))
+        if isinstance(case, Case):
+            self.extra_keyword_matches.add(case.fixture)
 
     def runtest(self) -> None:
         """Run the case in the session's workers."""

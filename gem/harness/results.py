@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gem.errors import RequestError
 from gem.harness.names import PEERS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: waterfalls. A document of version 1 is read as it is, it has none
 
 Status = Literal["pass", "fail", "error", "oom", "skipped"]
 # From harmless to worst.
@@ -23,7 +23,8 @@ class Row(BaseModel):
     """One measured number (or the reason why there is none).
 
     `impl` is an implementation of the subject or a peer; `direction` is forward, backward, or '' for what concerns the
-    whole case. `samples` are the raw timings in ms of a `ms` row, else empty. `value` is finite or None: a NaN that
+    whole case, as every row of a measured case does. `samples` are the raw timings in ms of a `ms` row, else the single
+    measurements behind the value, in its unit, or nothing. `value` is finite or None: a NaN that
     reaches a row turns it into an error, since NaN compares false with every bound and would pass half the checks.
     """
 
@@ -62,18 +63,54 @@ class Row(BaseModel):
         return f"{self.suite}::{self.case}"
 
 
+PartOf = Literal["model", "communication", "skew", "recompute", "input", "rest"]
+
+
+class WaterfallPart(BaseModel):
+    """A part of the time of one training step: `ms`, and what it is part `of`. Parts add up to the step.
+
+    model: useful compute of one module; communication: what no compute hides; skew: waiting for the heaviest rank;
+    recompute: activations computed a second time; input: waiting for samples; rest: what is left of the step.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    part: str = Field(min_length=1)
+    ms: float = Field(ge=0, allow_inf_nan=False)
+    of: PartOf
+
+
 class Document(BaseModel):
-    """One run: where it ran, what was asked, the lengths it ran on, every row, and the ceilings measured in the run."""
+    """One run: where it ran, what was asked, the lengths it ran on, every row, and the ceilings measured in the run.
+
+    `waterfalls`: ``<case id>/<impl>`` of a row → where the time of that contestant's step went.
+    """
 
     # Bare NaN is no JSON, and half of the readers refuse the whole file for one.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     environment: dict[str, Any] = Field(default_factory=dict)
     request: dict[str, Any] = Field(default_factory=dict)  # argv, lengths file, batch, device, …
     fixtures: dict[str, Any] = Field(default_factory=dict)  # fixture name → Lengths.stats()
     rows: list[Row] = Field(default_factory=list)
     ceilings: dict[str, Any] = Field(default_factory=dict)  # dtype → TFLOP/s, and the copy bandwidth
+    waterfalls: dict[str, list[WaterfallPart]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _waterfalls_belong_to_rows(self) -> "Document":
+        if self.waterfalls and self.schema_version < 2:
+            raise ValueError("waterfalls in a document of schema_version 1; accepted: from schema_version 2 on")
+        known = {waterfall_key(row.case_id, row.impl) for row in self.rows} if self.waterfalls else set()
+        stray = next((key for key in self.waterfalls if key not in known), None)
+        if stray is not None:
+            raise ValueError(f"waterfalls.{stray}: no row is of that case and impl; accepted: <suite>::<case>/<impl>")
+        return self
+
+
+def waterfall_key(case_id: str, impl: str) -> str:
+    """``suites/throughput/e2e.toml::name/gem``."""
+    return f"{case_id}/{impl}"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -168,5 +205,5 @@ def read_document(path: str | Path) -> Document:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise RequestError(
-            f"{path}: {where}: {first['msg']}; accepted: a JSON document of schema_version {SCHEMA_VERSION}"
+            f"{path}: {where}: {first['msg']}; accepted: a JSON document of schema_version 1 or {SCHEMA_VERSION}"
         ) from error

@@ -1,5 +1,7 @@
 """Run declared cases: every contestant in its own worker, checked against the oracle, then timed in turns.
 
+Cases of subjects that measure themselves, or race each other, are run by measuring.py and race.py.
+
 Whatever a contestant does becomes a row. Only a wrong request (an unknown peer, no case, a fixture that does not suit
 the subject) raises, and does so before anything runs.
 """
@@ -12,8 +14,9 @@ from typing import Any
 from gem.errors import RequestError
 from gem.harness import environment, names
 from gem.harness.bench import Bench
-from gem.harness.case import Case
+from gem.harness.case import AnyCase, Case, MeasuredCase, ops_only
 from gem.harness.events import Event
+from gem.harness.measuring import run_measured
 from gem.harness.needs import check_needs
 from gem.harness.results import Document, Interrupted, Row
 from gem.harness.score import apply_expectations, correctness_rows, row, throughput_rows
@@ -24,31 +27,32 @@ __all__ = ["RunOptions", "Session", "open_session", "run", "run_case"]
 OnEvent = Callable[[Event], None]
 
 
-def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambda event: None) -> Document:
+def run(cases: Sequence[AnyCase], *, options: RunOptions, on_event: OnEvent = lambda event: None) -> Document:
     """Run ``cases`` and return the document. Raises RequestError before anything runs when the request is wrong."""
     if not cases:
         raise RequestError("no case selected; gem list shows the declared cases")
     cases = [_with_peers(case, options.peers) for case in cases]
     if options.lengths is not None:  # what is expected on a fixture is not promised on other lengths
-        cases = [case.model_copy(update={"expect": {}}) for case in cases]
+        cases = [case.model_copy(update={"expect": {}}) if isinstance(case, Case) else case for case in cases]
     if options.impls is not None:
         unknown = [name for name in options.impls if name not in names.IMPLEMENTATIONS]
         if unknown or not options.impls:
             raise RequestError(f"impls: {unknown or options.impls}; accepted: {', '.join(names.IMPLEMENTATIONS)}")
-        cases = [case.model_copy(update={"impls": options.impls}) for case in cases]
+        chosen = {"impls": options.impls}
+        cases = [case.model_copy(update=chosen) if isinstance(case, Case) else case for case in cases]
     document = Document(environment=environment.capture(options.device), request=_request(options))
-    if document.environment["device"] == "cpu" and any(case.kind == "throughput" for case in cases):
+    if document.environment["device"] == "cpu" and any(case.kind != "correctness" for case in cases):
         document.environment["busy_cores"] = environment.busy_cores()
     with open_session(options) as session:
-        for case in cases:
+        for case in ops_only(cases):
             session.check(case)
-        same_as = _duplicates(cases, session)
+        same_as = _duplicates(ops_only(cases), session)
         on_event(Event("run_started", total=len(cases)))
         try:
             for index, case in enumerate(cases):
                 on_event(Event("case_started", case.id, index, len(cases)))
 
-                def step(detail: str, case: Case = case, index: int = index) -> None:
+                def step(detail: str, case: AnyCase = case, index: int = index) -> None:
                     on_event(Event("step", case.id, index, len(cases), detail))
 
                 if case.id in same_as:
@@ -62,11 +66,12 @@ def run(cases: Sequence[Case], *, options: RunOptions, on_event: OnEvent = lambd
             raise Interrupted(document) from stop
         finally:
             document.fixtures, document.ceilings = session.fixtures, session.ceilings
+            document.waterfalls = session.waterfalls
         on_event(Event("run_finished", total=len(cases)))
     return document
 
 
-def _with_peers(case: Case, peers: list[str] | None) -> Case:
+def _with_peers(case: AnyCase, peers: list[str] | None) -> AnyCase:
     """The case with the run's peers in place of its own. A case that measures no time keeps its own."""
     if peers is None:
         return case
@@ -121,12 +126,14 @@ def _duplicates(cases: Sequence[Case], session: Session) -> dict[str, str]:
 
 
 def run_case(
-    case: Case, options: RunOptions, session: Session, step: Callable[[str], None] = lambda detail: None
+    case: AnyCase, options: RunOptions, session: Session, step: Callable[[str], None] = lambda detail: None
 ) -> list[Row]:
     """The rows of one case. Nothing that a contestant does is raised; RequestError when the case makes no sense."""
     reason = check_needs(case.needs, session.facts)
     if reason is not None:
         return [row(case, status="skipped", reason=reason)]
+    if isinstance(case, MeasuredCase):
+        return run_measured(case, session, step)
     session.check(case)
     lengths = session.lengths(case)
     session.fixtures.setdefault(lengths.name, lengths.stats())

@@ -14,6 +14,7 @@ from gem.errors import RequestError
 from gem.harness import environment
 from gem.harness.case import Case
 from gem.harness.needs import Facts
+from gem.harness.results import WaterfallPart
 from gem.harness.worker import Worker, start_server
 
 # Run in workers: the oracle, and the measurement of what the machine can do at most.
@@ -36,13 +37,14 @@ class RunOptions:
 
 @dataclass
 class Session:
-    """What the cases of a run share: facts, the oracle's worker, measured ceilings, the lengths drawn so far."""
+    """What the cases of a run share: facts, the oracle's worker; ceilings, lengths and waterfalls found so far."""
 
     options: RunOptions
     facts: Facts
     folder: Path
     fixtures: dict[str, dict[str, Any]] = field(default_factory=dict)
     ceilings: dict[str, Any] = field(default_factory=dict)
+    waterfalls: dict[str, list[WaterfallPart]] = field(default_factory=dict)
     _lengths: dict[str, Lengths] = field(default_factory=dict)
     _helpers: dict[str, Worker] = field(default_factory=dict)
 

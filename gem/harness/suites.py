@@ -9,11 +9,11 @@ from typing import Any
 from gem import paths as places
 from gem.errors import RequestError
 from gem.harness import names
-from gem.harness.case import Case, build_cases
+from gem.harness.case import AnyCase, build_cases
 from gem.harness.select import compile_expression
 
 
-def load_suites(paths: Sequence[str | Path], expr: str | None = None) -> list[Case]:
+def load_suites(paths: Sequence[str | Path], expr: str | None = None) -> list[AnyCase]:
     """The declared cases below `paths`, in the order of files and declarations, kept by the -k expression `expr`.
 
     A path is a suite file, a directory of them, or one case's id (``suites/throughput/gdpa.toml::name``). No paths mean
@@ -22,8 +22,8 @@ def load_suites(paths: Sequence[str | Path], expr: str | None = None) -> list[Ca
     """
     matches = compile_expression(expr) if expr is not None else None
     fixtures = fixture_names()
-    cases: dict[str, Case] = {}
-    loaded: dict[Path, list[Case]] = {}
+    cases: dict[str, AnyCase] = {}
+    loaded: dict[Path, list[AnyCase]] = {}
     for given in paths or [places.suites_dir()]:
         text, _, name = str(given).partition("::")
         for file in _suite_files(Path(text)):
@@ -53,7 +53,7 @@ def fixture_names() -> frozenset[str]:
     return frozenset(list_profiles())
 
 
-def load_suite(file: Path, fixtures: Iterable[str] | None = None) -> list[Case]:
+def load_suite(file: Path, fixtures: Iterable[str] | None = None) -> list[AnyCase]:
     """The cases of one suite file. Raises RequestError naming file, case, field, value and what is accepted."""
     known = fixture_names() if fixtures is None else frozenset(fixtures)
     return build_cases(_read(file), file=file, label=suite_label(file), fixtures=known)

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gem.harness.case import Case
+from gem.harness.case import AnyCase, Case
 from gem.harness.names import PEERS, RATIO_PREFIX
 from gem.harness.needs import Facts, check_needs
+from gem.harness.params import SubjectParams
 from gem.harness.progress import STYLES
 from gem.harness.results import Document, Row, Status, case_status, worst
 from gem.harness.timing import summarize
@@ -41,24 +42,27 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 # ---- gem list
 
 
-def list_tables(cases: list[Case], facts: Facts) -> list[Table]:
+def list_tables(cases: list[AnyCase], facts: Facts) -> list[Table]:
     """One table a suite: its cases, what they run on, and whether this machine has what they need."""
-    suites: dict[str, list[Case]] = {}
+    suites: dict[str, list[AnyCase]] = {}
     for case in cases:
         suites.setdefault(case.suite.as_posix(), []).append(case)
     return [_list_table(suite, of_suite, facts) for suite, of_suite in suites.items()]
 
 
-def _list_table(suite: str, cases: list[Case], facts: Facts) -> Table:
+def _list_table(suite: str, cases: list[AnyCase], facts: Facts) -> Table:
     title = f"{suite} · {cases[0].kind} of {cases[0].subject} · {len(cases)} case{'s' * (len(cases) > 1)}"
-    table = _table(title, "case", "fixture", "params", "directions", "peers", "needs", "here")
+    op = isinstance(cases[0], Case)  # a suite has one subject, so all are, or none is
+    middle = ("fixture", "params", "directions") if op else ("params",)
+    table = _table(title, "case", *middle, "peers", "needs", "here")
     for case in cases:
         reason = check_needs(case.needs, facts)
+        directions = (", ".join(case.directions),) if isinstance(case, Case) else ()
         table.add_row(
             case.name,
-            fixture_text(case.fixture),
+            *((fixture_text(case.fixture),) if isinstance(case, Case) else ()),
             params_text(case),
-            ", ".join(case.directions),
+            *directions,
             ", ".join(case.peers),
             case.needs or "",
             Text("yes", style="green") if reason is None else Text(f"no: {reason}", style="yellow"),
@@ -74,13 +78,15 @@ def fixture_text(fixture: str) -> str:
     return f"{fixture} · B {load_profile(fixture).size}"
 
 
-def params_text(case: Case) -> str:
-    """The shape and dtype, and of the rest what differs from the default."""
-    params = case.params
-    shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
+def params_text(case: AnyCase) -> str:
+    """What differs from the default; of an op the shape and the dtype in any case."""
+    params, shown, told = case.params, [], ()
+    if isinstance(params, SubjectParams):
+        told = ("heads", "head_dim", "dtype")
+        shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
     for name, info in type(params).model_fields.items():
         value = getattr(params, name)
-        if name in ("heads", "head_dim", "dtype") or value == info.default:
+        if name in told or value == info.default:
             continue
         if isinstance(value, bool):
             shown.append(name if value else f"no {name}")

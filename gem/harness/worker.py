@@ -20,15 +20,17 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Unsupported", "Worker", "WorkerFailure", "start_server", "stop_all"]
+__all__ = ["Unsupported", "Worker", "WorkerFailure", "is_out_of_memory", "load", "report", "start_server", "stop_all"]
 
 # What the server has imported, every worker has: gem's ops and all that contestants need, and what torch imports at the
 # first call of a custom op (1.2 s a worker otherwise). None of it may initialise CUDA.
 PRELOAD = ["torch", "torch._dynamo", "gem.harness.contestant"]
+REPORT_EVERY_S = 0.1  # how often a long call tells how far it is
 REASON_LENGTH = 300  # characters of an exception's message that a table row or a log line can still carry
 _OOM_TEXT = ("can't allocate memory", "out of memory", "cannot allocate memory", "cuda_error_out_of_memory")
 # An idle OpenMP thread spins before it sleeps, by default some 10 ms (measured, libgomp): time stolen from the next
@@ -114,8 +116,13 @@ class Worker:
         """False once it died, hung or was closed: later calls repeat that failure."""
         return self._failure is None
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """``object.method(*args)`` in the worker, or ``WorkerFailure``. An exception there leaves the worker usable."""
+    def call(
+        self, method: str, *args: Any, timeout_s: float, on_report: Callable[[int, int], None] | None = None
+    ) -> Any:
+        """``object.method(*args)`` in the worker, or ``WorkerFailure``. An exception there leaves the worker usable.
+
+        ``on_report`` gets (done, total) while the call goes on, as the worker's ``report`` tells them.
+        """
         deadline = time.monotonic() + timeout_s
         if not self._built:
             self._receive(deadline, timeout_s)
@@ -127,21 +134,16 @@ class Worker:
             self._conn.send((method, args))
         except (BrokenPipeError, ConnectionResetError):
             self._died()
-        return self._receive(deadline, timeout_s)
+        return self._receive(deadline, timeout_s, on_report)
 
-    def _receive(self, deadline: float, timeout_s: float) -> Any:
+    def _receive(self, deadline: float, timeout_s: float, on_report: Callable[[int, int], None] | None = None) -> Any:
         if self._failure:
             raise self._failure
-        ready = connection.wait([self._conn, self._process.sentinel], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            self._fail("error", f"hung: no answer within {timeout_s:g} s")
-        try:
-            # Also when only the sentinel is ready: an answer may have been sent just before the end.
-            if not self._conn.poll(0):
-                self._died()
-            kind, *payload = self._conn.recv()
-        except (EOFError, ConnectionResetError):
-            self._died()
+        kind, *payload = self._message(deadline, timeout_s)
+        while kind == "report":
+            if on_report is not None:
+                on_report(*payload)
+            kind, *payload = self._message(deadline, timeout_s)
         if kind == "ok":
             return payload[0]
         failure = WorkerFailure(*payload)
@@ -149,6 +151,18 @@ class Worker:
             self._failure = failure
             self.kill()
         raise failure
+
+    def _message(self, deadline: float, timeout_s: float) -> Any:
+        ready = connection.wait([self._conn, self._process.sentinel], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            self._fail("error", f"hung: no answer within {timeout_s:g} s")
+        try:
+            # Also when only the sentinel is ready: an answer may have been sent just before the end.
+            if not self._conn.poll(0):
+                self._died()
+            return self._conn.recv()
+        except (EOFError, ConnectionResetError):
+            self._died()
 
     def _died(self) -> NoReturn:
         self._process.join(5)
@@ -217,12 +231,30 @@ class Worker:
 
 # ---- in the worker
 
+_parent: connection.Connection | None = None  # of the process that this worker answers
+_reported = 0.0  # when it was last told how far a call is
+
+
+def report(done: int, total: int) -> None:
+    """Tell the parent that the call under way is at ``done`` of ``total``. Cheap: all but one in 0.1 s is dropped."""
+    global _reported
+    if _parent is not None and (done >= total or time.monotonic() - _reported >= REPORT_EVERY_S):
+        _reported = time.monotonic()
+        _parent.send(("report", int(done), int(total)))
+
+
+def load(target: str) -> Any:
+    """What ``"module:attribute"`` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
 
 def _serve(conn: connection.Connection, log: str, target: str, args: tuple[Any, ...], memory: int | None) -> None:
+    global _parent
     _isolate(log, memory)
+    _parent = conn
     try:
-        module, _, name = target.partition(":")
-        subject = getattr(importlib.import_module(module), name)(*args)
+        subject = load(target)(*args)
     except BaseException as error:
         conn.send(("failed", *_describe(error)))
         _leave()
@@ -285,11 +317,16 @@ def _describe(error: BaseException) -> tuple[str, str, str]:
     details = traceback.format_exc()
     if isinstance(error, Unsupported):
         return "skipped", _one_line(text), details
-    torch = sys.modules.get("torch")
-    is_oom = isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
-    if is_oom or any(sign in text.lower() for sign in _OOM_TEXT):
+    if is_out_of_memory(error):
         return "oom", f"out of memory: {_one_line(text) or type(error).__name__}", details
     return "error", f"{type(error).__name__}: {_one_line(text)}", details
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the exception says that memory ran out, on the host or on a device."""
+    torch = sys.modules.get("torch")
+    known = isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    return known or any(sign in str(error).lower() for sign in _OOM_TEXT)
 
 
 def _one_line(text: str) -> str:

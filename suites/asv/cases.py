@@ -13,13 +13,14 @@ import hashlib
 import re
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gem import paths
 from gem.data.lengths import Lengths, load_profile
 from gem.efficiency import attention_flops, attention_pairs, block_pairs
-from gem.harness.case import Case
+from gem.harness.case import AnyCase, Case
 from gem.harness.needs import Facts, check_needs
 from gem.harness.params import BlockAttentionParams, MaskedParams
 
@@ -123,14 +124,16 @@ def class_name(case: Case) -> str:
     return re.sub(r"\W", "_", f"{case.subject}__{case.name}")
 
 
-def generate(cases: list[Case], facts: Facts, module: str = __name__) -> dict[str, type]:
-    """Class name → class of `module`, for the throughput cases that this machine can run.
+def generate(cases: Sequence[AnyCase], facts: Facts, module: str = __name__) -> dict[str, type]:
+    """Class name → class of `module`, for the throughput cases of ops that this machine can run.
+
+    A race (end-to-end training against peers) is no benchmark of asv's: its contestants must take turns.
 
     Raises ValueError when two cases make the same name.
     """
     classes: dict[str, type] = {}
     for case in cases:
-        if case.kind != "throughput" or check_needs(case.needs, facts) is not None:
+        if not isinstance(case, Case) or case.kind != "throughput" or check_needs(case.needs, facts) is not None:
             continue
         name = class_name(case)
         if name in classes:

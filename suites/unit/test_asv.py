@@ -14,7 +14,7 @@ import pytest
 
 from gem import paths
 from gem.data.lengths import load_profile
-from gem.harness.case import Case, build_cases
+from gem.harness.case import Case, build_cases, ops_only
 from gem.harness.needs import Facts
 
 ROOT = paths.checkout_root()
@@ -50,7 +50,9 @@ def declare(subject: str = "gdpa", kind: str = "throughput", **fields: Any) -> C
     case = {"name": "a", "fixture": "cpu_self_longtail"} | fields
     document = {"suite": suite, "case": [case]}
     fixtures = frozenset({"cpu_self_longtail", "cpu_dense_512", "single_token"})
-    return build_cases(document, file=Path("x.toml"), label=Path("suites/throughput/x.toml"), fixtures=fixtures)[0]
+    label = Path("suites/throughput/x.toml")
+    (case,) = ops_only(build_cases(document, file=Path("x.toml"), label=label, fixtures=fixtures))
+    return case
 
 
 def test_only_what_this_machine_can_run_becomes_a_benchmark(asv_cases: ModuleType) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from gem.errors import RequestError
 from gem.harness import names
-from gem.harness.case import Expectation, parse_expectation
+from gem.harness.case import Case, ops_only
+from gem.harness.expect import Expectation, parse_expectation
 from gem.harness.needs import Facts, check_needs, importable, parse_needs
 from gem.harness.params import SUBJECTS, GdpaParams
 from gem.harness.select import compile_expression
@@ -21,6 +22,11 @@ def write(folder: Path, text: str, name: str = "suite.toml") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def load(folder: Path, text: str) -> list[Case]:
+    """The cases of ops that a suite file of this text declares."""
+    return ops_only(load_suites([write(folder, text)]))
 
 
 def error_of(folder: Path, text: str) -> str:
@@ -42,7 +48,7 @@ def test_a_full_case_says_what_it_said(tmp_path: Path) -> None:
         + 'directions = ["forward"]\nimpls = ["torch"]\npeers = ["flex", "padded"]\nneeds = "cuda:sm90, triton"\n'
         + 'timeout_s = 5\n[case.expect]\n"forward.ratio_to.flex" = ">= 3.4"\n"forward.roofline" = "<0.85"\n'
     )
-    (case,) = load_suites([write(tmp_path, text)])
+    (case,) = load(tmp_path, text)
     assert (case.name, case.kind, case.subject, case.fixture) == ("one", "throughput", "gdpa", "cpu_self_s050")
     assert isinstance(case.params, GdpaParams)
     assert (case.params.heads, case.params.head_dim, case.params.dtype) == (2, 128, "bfloat16")
@@ -62,7 +68,7 @@ def test_defaults_are_merged_and_the_case_wins(tmp_path: Path) -> None:
         + '[suite.defaults]\nfixture = "pma_q32"\npeers = ["flex"]\nparams = { heads = 2, activation = "silu" }\n'
         + '[[case]]\nname = "a"\n[[case]]\nname = "b"\nfixture = "longtail"\npeers = []\nparams = { heads = 8 }\n'
     )
-    a, b = load_suites([write(tmp_path, text)])
+    a, b = load(tmp_path, text)
     assert (a.fixture, a.peers, a.params.heads) == ("pma_q32", ["flex"], 2)
     assert (b.fixture, b.peers, b.params.heads) == ("longtail", [], 8)
     assert isinstance(b.params, GdpaParams) and b.params.activation == "silu"
@@ -74,7 +80,7 @@ def test_a_matrix_is_every_combination_in_order(tmp_path: Path) -> None:
         + '[[case]]\nname = "m"\nparams = { heads = 2 }\n'
         + 'matrix = { fixture = ["pma_q32", "longtail"], causal = [false, true], window = [[4, 0]] }\n'
     )
-    cases = load_suites([write(tmp_path, text)])
+    cases = load(tmp_path, text)
     assert [case.name for case in cases] == [
         "m-pma_q32-no_causal-4_0",
         "m-pma_q32-causal-4_0",
@@ -90,7 +96,12 @@ def test_a_matrix_is_every_combination_in_order(tmp_path: Path) -> None:
 
 WRONG = {
     "kind": ('[suite]\nkind = "troughput"\nsubject = "gdpa"\n' + CASE, "unknown kind 'troughput'", "'throughput'?"),
-    "kind without runner": ('[suite]\nkind = "scaling"\nsubject = "gdpa"\n' + CASE, "no runner yet", "correctness"),
+    "kind of another subject": (
+        '[suite]\nkind = "scaling"\nsubject = "gdpa"\n' + CASE,
+        "kind = 'scaling'",
+        "throughput",
+    ),
+    "kind without runner": ('[suite]\nkind = "claim"\nsubject = "gdpa"\n' + CASE, "no runner yet", "correctness"),
     "subject": ('[suite]\nkind = "throughput"\nsubject = "gpda"\n' + CASE, "unknown subject 'gpda'", "'gdpa'?"),
     "no subject": ('[suite]\nkind = "throughput"\n' + CASE, "missing field 'subject'", "[suite]"),
     "suite field": (HEAD + 'owner = "me"\n' + CASE, "unknown field 'owner'", "description"),
@@ -231,7 +242,7 @@ def test_a_profile_of_ones_own_is_found_beside_the_suite(tmp_path: Path) -> None
     write(tmp_path, 'description = "mine"\npattern = "self"\n[q]\nkind = "explicit"\nvalues = [3, 0]\n', "mine.toml")
     (tmp_path / "s").mkdir()
     suite = write(tmp_path / "s", HEAD + '[[case]]\nname = "one"\nfixture = "../mine.toml"\n')
-    (case,) = load_suites([suite])
+    (case,) = ops_only(load_suites([suite]))
     assert Path(case.fixture).resolve() == tmp_path / "mine.toml"
 
 
