@@ -1,0 +1,1 @@
+"""What a user would train the same model with today: padded batches, plain torch attention, DeepSpeed."""
