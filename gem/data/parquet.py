@@ -103,18 +103,24 @@ class Dataset:
         return samples
 
     def lengths(self) -> np.ndarray:
-        """int64 [rows]: events of each sample, of all its sequences together; reads a sequence's smallest column."""
+        """int64 [rows]: events of each sample, of all its sequences together."""
         found = [np.zeros(0, dtype=np.int64)]
         for file, groups in enumerate(self.groups):
-            smallest = [self._smallest(file, sequence_columns(one)) for one in self.schema.sequences]
             for group, rows in enumerate(groups):
-                total = np.zeros(rows, dtype=np.int64)
-                if smallest:
-                    table = self._table(file, group, smallest)
-                    for name in smallest:
-                        total += lengths_of(table.column(name))
-                found.append(total)
+                found.append(sum(self.group_lengths(file, group).values(), np.zeros(rows, dtype=np.int64)))
         return np.concatenate(found)
+
+    def group_lengths(self, file: int, row_group: int) -> dict[str, np.ndarray]:
+        """By sequence, int64 [rows of the row group]: events of each sample. Reads a sequence's smallest column."""
+        if not self.schema.sequences:
+            return {}
+        smallest = {one.name: self._smallest(file, row_group, sequence_columns(one)) for one in self.schema.sequences}
+        table = self._table(file, row_group, list(smallest.values()))
+        path, before = self.files[file], sum(self.groups[file][:row_group])
+        return {
+            name: lengths_of(table, column, lambda c, row: f"{path}: row {before + row + 1}, column {c}")
+            for name, column in smallest.items()
+        }
 
     def _table(self, file: int, row_group: int, columns: list[str]) -> pa.Table:
         path = self.files[file]
@@ -127,15 +133,14 @@ class Dataset:
             raise RequestError(f"{path}: {len(table)} rows in row group {row_group}; accepted: as its metadata say")
         return table
 
-    def _smallest(self, file: int, names: list[str]) -> str:
+    def _smallest(self, file: int, row_group: int, names: list[str]) -> str:
         """Of the columns `names`, the one of the fewest bytes."""
-        metadata, size = self._metadata[file], dict.fromkeys(names, 0)
-        for group in range(metadata.num_row_groups):
-            for i in range(metadata.num_columns):
-                column = metadata.row_group(group).column(i)
-                name = column.path_in_schema.split(".list.")[0]
-                if name in size:
-                    size[name] += column.total_compressed_size
+        group, size = self._metadata[file].row_group(row_group), dict.fromkeys(names, 0)
+        for i in range(group.num_columns):
+            column = group.column(i)
+            name = column.path_in_schema.split(".list.")[0]
+            if name in size:
+                size[name] += column.total_compressed_size
         return min(names, key=size.__getitem__)
 
 

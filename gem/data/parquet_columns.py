@@ -44,14 +44,19 @@ def sequence_columns(sequence: SequenceSchema) -> list[str]:
 def check_types(found: pa.Schema, schema: Schema, where: str) -> None:
     """RequestError unless every column of the schema is there once, of its type."""
     for field in arrow_schema(schema):
+        is_list = field.type == _LIST
+        wanted = "list<int64>" if is_list else str(field.type)
         count = found.names.count(field.name)
         if count != 1:
             state = "is missing" if not count else f"is there {count} times"
-            raise RequestError(f"{where}: column {field.name} {state}; accepted: one column of type {field.type}")
+            raise RequestError(f"{where}: column {field.name} {state}; accepted: one column of type {wanted}")
         kind = found.field(field.name).type
-        large = field.type == _LIST and kind == pa.large_list(pa.int64())
-        if kind != field.type and not large:
-            raise RequestError(f"{where}: column {field.name} is {kind}; accepted: {field.type}")
+        if is_list:  # of 32 or 64 bit offsets, declared with nulls or without
+            fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type == pa.int64()
+        else:
+            fits = kind == field.type
+        if not fits:
+            raise RequestError(f"{where}: column {field.name} is {kind}; accepted: {wanted}")
 
 
 # ---- Samples -> table
@@ -107,10 +112,9 @@ def from_table(schema: Schema, table: pa.Table, place: Place) -> Samples:
     )
 
 
-def lengths_of(column: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """int64 [B]: the lengths of a list column without nulls."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return np.diff(_offsets(array))
+def lengths_of(table: pa.Table, name: str, place: Place) -> np.ndarray:
+    """int64 [B]: the lengths of a list column."""
+    return np.diff(_offsets(_whole(table, name, place)))
 
 
 def _one(table: pa.Table, name: str) -> pa.Array:
