@@ -105,9 +105,9 @@ class Padded:
         assert isinstance(keys, Padded)
         return keys._gdpa(q.transpose(1, 2), k, v, activation, scale)
 
-    def pooled(self, q_NHD: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
+    def pooled(self, q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
         """See Layout."""
-        return self._gdpa(q_NHD.transpose(0, 1), k, v, activation, scale)
+        return self._gdpa(q.transpose(-3, -2), k, v, activation, scale)
 
     def _gdpa(self, q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
         """act(scale q kᵀ) v on these keys; q [B, H, LQ, D] or, for all samples, [H, N, D]; to [B, LQ or N, H, D]."""

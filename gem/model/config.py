@@ -31,6 +31,7 @@ class ModelConfig(BaseModel):
     window: Annotated[int, Field(ge=0)] = 256  # earlier events that an event sees; for "window"
     feed_forward: Annotated[float, Field(ge=0)] = 2.0  # hidden width of an event's MLP over dim; 0 = none
     pooled: Positive = 4  # shared queries that summarise the history in each layer
+    asking: bool = True  # the non-sequence tokens too summarise the history, each with a query of the sample's own
     pooled_keys: Annotated[int, Field(ge=0)] = 2  # … that summarise the short sequence, once
     activation: Literal["gelu", "gelu_tanh", "gelu_taylor", "silu"] = "gelu_taylor"  # of cross attention and pooling
     experts: Positive = 2

@@ -1,6 +1,7 @@
 """The whole model: samples in, a logit a task out.
 
-Legend: B samples, M tokens of non-sequence features, N summaries of the history, E width of a token.
+Legend: B samples, M tokens of non-sequence features, N summaries of the history (of shared queries and of tokens that
+ask), E width of a token.
 """
 
 from collections.abc import Callable
@@ -60,14 +61,15 @@ class GemModel(nn.Module):
         if config.keys is not None:
             self.short_norm = nn.RMSNorm(config.dim)
             if config.pooled_keys:
-                self.short_pooling = Pooling(config.keys, config.pooled_keys, config)
+                self.short_pooling = Pooling(config.keys, config.pooled_keys, 0, config)
                 tokens += config.pooled_keys
         if not tokens:
             raise RequestError("schema: no ids, floats or pooled keys; accepted: at least one of them")
         self.tokens = tokens
-        summaries = config.pooled if config.history is not None else 0
+        asking = tokens if config.asking else 0
+        summaries = config.pooled + asking if config.history is not None else 0
         self.tower = nn.ModuleList(
-            [SequenceLayer(wanted[config.history], config.keys, config) for _ in range(config.layers)]
+            [SequenceLayer(wanted[config.history], config.keys, asking, config) for _ in range(config.layers)]
             if config.history is not None
             else []
         )
@@ -90,7 +92,7 @@ class GemModel(nn.Module):
             if history is not None:
                 assert events is not None
                 keys = layouts.get(self.config.keys or "")
-                events, found_BNE = self.tower[number](events, layouts[history], x_BME.mean(1), short, keys)
+                events, found_BNE = self.tower[number](events, layouts[history], x_BME, short, keys)
                 summaries = [found_BNE]
             x_BME = interaction(torch.cat([x_BME, *summaries], 1))
         flat = self.head_norm(torch.cat([x_BME, *summaries], 1)).flatten(1)

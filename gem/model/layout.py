@@ -42,8 +42,8 @@ class Layout(Protocol):
         """GDPA of these events as queries on another sequence of the same samples: […, H, D]."""
         ...
 
-    def pooled(self, q_NHD: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
-        """GDPA of queries that all samples share on these events: [B, N, H, D]."""
+    def pooled(self, q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
+        """GDPA of queries [N, H, D], which all samples share, or [B, N, H, D] on these events: [B, N, H, D]."""
         ...
 
 
@@ -78,13 +78,18 @@ class Packed:
         assert isinstance(keys, Packed)
         return gdpa(q, k, v, self.offsets, keys.offsets, activation=activation, qk_scale=scale, impl=self.impl)
 
-    def pooled(self, q_NHD: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
+    def pooled(self, q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
         """See Layout."""
+        queries, shared = q.shape[-3], q.dim() == 3
+        q_offsets = None
+        if not shared:
+            q_offsets = torch.arange(q.shape[0] + 1, device=q.device) * queries
+            q = q.flatten(0, 1)
         out = gdpa(
-            q_NHD, k, v, k_offsets=self.offsets, broadcast_q=True, activation=activation, qk_scale=scale,
+            q, k, v, q_offsets, self.offsets, broadcast_q=shared, activation=activation, qk_scale=scale,
             impl=self.impl,
         )  # fmt: skip
-        return out.unflatten(0, (-1, q_NHD.shape[0]))
+        return out.unflatten(0, (-1, queries))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

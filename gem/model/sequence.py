@@ -2,10 +2,11 @@
 
 Per layer (pre-norm, residual): tokens are scaled by what the non-sequence features say of the sample; self attention
 in blocks or a causal window with rotary positions; GDPA with these long queries on a short sequence's keys; an MLP.
-Pooling (PMA) is GDPA with learnt queries that all samples share. Queries and keys are normalised per head (QK-norm),
-which bounds the scores to ±SCORE_BOUND, where the Taylor GELU is good.
+Pooling is GDPA with learnt queries that all samples share (PMA) and with each sample's own tokens as queries. Queries
+and keys are normalised per head (QK-norm), which bounds the scores to ±SCORE_BOUND, where the Taylor GELU is good.
 
-Legend: B samples, … events in their layout (gem.model.layout), E width of a token, H heads, D head_dim, N summaries.
+Legend: B samples, … events in their layout (gem.model.layout), E width of a token, H heads, D head_dim, N shared
+queries, M tokens of non-sequence features.
 """
 
 import torch
@@ -121,34 +122,46 @@ class CrossAttention(nn.Module):
 
 
 class Pooling(nn.Module):
-    """PMA: N summaries of a sequence by GDPA with queries that all samples share."""
+    """Summaries of a sequence by GDPA: of queries that all samples share (PMA), and of each sample's own tokens.
 
-    def __init__(self, sequence: str, queries: int, config: ModelConfig) -> None:
+    The latter are how the features at hand look up what of the history concerns them.
+    """
+
+    def __init__(self, sequence: str, queries: int, asking: int, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.sequence, self.queries = config, sequence, queries
+        self.config, self.sequence, self.queries, self.asking = config, sequence, queries, asking
         inner = config.heads * config.head_dim
         self.seeds = nn.Parameter(torch.randn(queries, config.heads, config.head_dim))
         self.norm = nn.RMSNorm(config.dim)
         self.kv = nn.Linear(config.dim, 2 * inner, bias=False)
+        if asking:
+            self.ask_norm = nn.RMSNorm(config.dim)
+            self.ask = nn.Linear(config.dim, inner, bias=False)
         self.out_norm = nn.RMSNorm(inner)
         self.out = nn.Linear(inner, config.dim, bias=False)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """[…, E] to [B, N, E]; a sample without events gives 0."""
+    def forward(self, x: Tensor, layout: Layout, asking_BME: Tensor | None = None) -> Tensor:
+        """[…, E], and the tokens that ask, to [B, N + M, E]; of a sample without events 0."""
         c = self.config
         k, v = self.kv(self.norm(x)).unflatten(-1, (2, c.heads, c.head_dim)).unbind(-3)
-        q = head_norm(self.seeds, 1.0).to(k.dtype)
-        out = layout.pooled(q, head_norm(k, 1.0), v, c.activation, SCORE_BOUND / c.head_dim)
-        return self.out(self.out_norm(out.flatten(-2)).to(out.dtype))
+        k, scale = head_norm(k, 1.0), SCORE_BOUND / c.head_dim
+        found = [layout.pooled(head_norm(self.seeds, 1.0).to(k.dtype), k, v, c.activation, scale)]
+        if self.asking:
+            assert asking_BME is not None
+            q = self.ask(self.ask_norm(asking_BME)).unflatten(-1, (c.heads, c.head_dim))
+            found.append(layout.pooled(head_norm(q, 1.0).to(k.dtype), k, v, c.activation, scale))
+        out = torch.cat(found, 1).flatten(-2)
+        return self.out(self.out_norm(out).to(out.dtype))
 
     def flops(self, work: Work) -> float:
         """Forward."""
         c, events = self.config, work.events(self.sequence)
-        inner = c.heads * c.head_dim
+        inner, queries = c.heads * c.head_dim, self.queries + self.asking
         return (
             linear(events, c.dim, 2 * inner)
-            + attend(self.queries * events, c.heads, c.head_dim)
-            + linear(work.samples * self.queries, inner, c.dim)
+            + linear(work.samples * self.asking, c.dim, inner)
+            + attend(queries * events, c.heads, c.head_dim)
+            + linear(work.samples * queries, inner, c.dim)
         )
 
 
@@ -174,7 +187,7 @@ class FeedForward(nn.Module):
 class SequenceLayer(nn.Module):
     """One layer of the tower and the summaries of its result."""
 
-    def __init__(self, history: SequenceSchema, keys: str | None, config: ModelConfig) -> None:
+    def __init__(self, history: SequenceSchema, keys: str | None, asking: int, config: ModelConfig) -> None:
         super().__init__()
         self.dim = config.dim
         self.gate = nn.Linear(config.dim, config.dim)
@@ -183,20 +196,20 @@ class SequenceLayer(nn.Module):
         self.self_attention = SelfAttention(history, config)
         self.cross_attention = None if keys is None else CrossAttention(history.name, keys, config)
         self.feed_forward = FeedForward(history.name, config) if config.feed_forward else None
-        self.pooling = Pooling(history.name, config.pooled, config)
+        self.pooling = Pooling(history.name, config.pooled, asking, config)
 
     def forward(
-        self, x: Tensor, layout: Layout, context_BE: Tensor, short: Tensor | None, short_layout: Layout | None
+        self, x: Tensor, layout: Layout, features_BME: Tensor, short: Tensor | None, short_layout: Layout | None
     ) -> tuple[Tensor, Tensor]:
-        """(tokens […, E], summaries [B, N, E]). ``context_BE``: what the non-sequence features say of each sample."""
-        x = x + x * layout.spread(self.gate(context_BE)).to(x.dtype)
+        """(tokens […, E], summaries [B, N + M, E]). ``features_BME``: what is known of each sample besides."""
+        x = x + x * layout.spread(self.gate(features_BME.mean(1))).to(x.dtype)
         x = x + self.self_attention(x, layout)
         if self.cross_attention is not None:
             assert short is not None and short_layout is not None
             x = x + self.cross_attention(x, layout, short, short_layout)
         if self.feed_forward is not None:
             x = x + self.feed_forward(x)
-        return x, self.pooling(x, layout)
+        return x, self.pooling(x, layout, features_BME)
 
     def flops(self, work: Work) -> float:
         """Forward."""

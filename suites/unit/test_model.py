@@ -35,7 +35,9 @@ def changed(samples: Samples, sequence: str, feature: str, sample: int) -> Sampl
     return Samples(samples.keys, samples.ids, samples.floats, samples.sequences | {sequence: events}, samples.labels)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"self_attention": "window", "window": 16}, {"keys": None}, {"times": 0}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"self_attention": "window", "window": 16}, {"keys": None}, {"times": 0}, {"asking": False}]
+)
 def test_a_sample_stands_alone(sizes):
     """Its logits are the same in any company and any order."""
     model, samples = model_of(**sizes).double(), random_samples(HISTORY, AUDIENCE)
@@ -80,7 +82,7 @@ def test_non_sequence_features_and_times_count(name):
 
 def test_the_tower_is_told_of_the_features():
     """Features to sequences, the second direction: without the gate the first layer's summaries ignore the item."""
-    model, samples = model_of(layers=1), random_samples(HISTORY, AUDIENCE)
+    model, samples = model_of(layers=1, asking=False), random_samples(HISTORY, AUDIENCE)
     other = Samples(
         samples.keys, samples.ids | {"item": (samples.ids["item"] + 7) % 100}, samples.floats, samples.sequences,
         samples.labels,
@@ -192,6 +194,7 @@ class Dense(Packed):
     "sizes",
     [
         {"block": 16},
+        {"block": 16, "asking": False},
         {"block": 16, "layers": 1, "heads": 3, "head_dim": 16, "feed_forward": 0.0, "pooled_keys": 0},
         {"history": None, "keys": None, "interactions": ["cross", "products"], "experts": 3},
     ],
