@@ -1,8 +1,12 @@
-"""Useful work of a jagged batch: pairs, FLOPs and least bytes. Padding, recompute and masked pairs earn nothing.
+"""Useful work of a jagged batch: pairs, FLOPs and least bytes; and what a training step makes of it: MFU, waterfall.
+
+Padding, recompute and masked pairs earn nothing. E2E MFU = Local MFU × Scaling Ratio.
 
 numpy only, so that declarations and reports count without torch. Lengths are int arrays ``[B]``, one entry a sample.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -83,3 +87,77 @@ def attention_bytes(
     if direction == "forward":
         return float(row * (q_rows + out_rows + 2 * tokens_k))
     return float(row * (2 * q_rows + out_rows + 4 * tokens_k))
+
+
+# -- of a training step ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer run alone on one device, forward and backward, without recompute or communication."""
+
+    name: str
+    flops: float  # useful, forward and backward
+    seconds: float
+
+    def mfu(self, peak: float) -> float:
+        """Share of ``peak`` FLOP/s."""
+        return mfu(self.flops, self.seconds, peak)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of the step time in a waterfall."""
+
+    part: str
+    ms: float
+    of: str  # "model", "optimizer", "input", "communication", "skew", "recompute" or "rest"
+
+
+def mfu(flops: float, seconds: float, peak: float) -> float:
+    """Useful FLOPs over what the device could have done at ``peak`` FLOP/s in that time."""
+    if not (seconds > 0 and peak > 0):
+        raise ValueError(f"mfu: {seconds} s at a peak of {peak} FLOP/s; accepted: both above 0")
+    return flops / (seconds * peak)
+
+
+def local_mfu(parts: Sequence[Part], peak: float) -> float:
+    """The layers' MFU, each weighted by its share of the FLOPs of a step."""
+    total = sum(part.flops for part in parts)
+    if not total > 0:
+        raise ValueError("local_mfu: no part has FLOPs; accepted: at least one that has")
+    return sum(part.flops / total * part.mfu(peak) for part in parts if part.flops > 0)
+
+
+def waterfall(
+    parts: Sequence[Part],
+    *,
+    step_s: float,
+    wait_s: float,
+    compute_s: float,
+    optimizer_s: float,
+    communication_s: float = 0.0,
+    skew_s: float = 0.0,
+    recompute_s: float = 0.0,
+) -> list[Slice]:
+    """Where the time of a step goes; the slices add up to it.
+
+    step_s           of a whole step, from batch to batch
+    wait_s           for the input
+    compute_s        forward and backward of this rank without communication, lookups and losses with it
+    optimizer_s      clipping, dense and sparse updates
+    communication_s  that nothing hid; skew_s: by which the slowest rank was above the mean
+    The parts are timed alone: what they leave of compute_s, or take beyond it, is the slice "lookups, loss, between".
+    """
+    slices = [Slice("input wait", wait_s * 1e3, "input")]
+    slices += [Slice(part.name, part.seconds * 1e3, "model") for part in parts]
+    alone = sum(part.seconds for part in parts)
+    slices += [
+        Slice("lookups, loss, between", (compute_s - alone - recompute_s) * 1e3, "rest"),
+        Slice("recompute", recompute_s * 1e3, "recompute"),
+        Slice("optimizer", optimizer_s * 1e3, "optimizer"),
+        Slice("exposed communication", communication_s * 1e3, "communication"),
+        Slice("skew", skew_s * 1e3, "skew"),
+    ]
+    told = sum(one.ms for one in slices)
+    return [*slices, Slice("rest", step_s * 1e3 - told, "rest")]

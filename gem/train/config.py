@@ -1,0 +1,160 @@
+"""What ``gem train`` is told: one TOML file, every field checked, every error one line that says what is accepted."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gem.data.build_config import BuildConfig
+from gem.data.shuffling import Strategy
+from gem.data.synthetic import SyntheticConfig
+from gem.errors import RequestError
+from gem.model.config import ModelConfig, preset
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SyntheticData(_Model):
+    """Drawn from a teacher, so that the lowest possible NE is known. Validation data has another seed."""
+
+    kind: Literal["synthetic"]
+    train: SyntheticConfig = SyntheticConfig()
+    valid_samples: Positive = 16_384
+
+    def valid(self) -> SyntheticConfig:
+        """The same teacher's other samples."""
+        return self.train.model_copy(update={"seed": self.train.seed + 1_000_003, "samples": self.valid_samples})
+
+
+class FolderData(_Model):
+    """Folders of parquet files, as gem.data.parquet writes them. Paths are relative to where the command runs."""
+
+    kind: Literal["parquet"]
+    train: str
+    valid: str | None = None
+
+
+class LogData(_Model):
+    """An interaction log; it is made into folders of parquet files beside the checkpoints, once."""
+
+    kind: Literal["log"]
+    path: str
+    build: BuildConfig = BuildConfig()
+
+
+class ReaderConfig(_Model):
+    """How batches are made: gem.data.readers."""
+
+    batch: Positive = 1024  # samples a rank and step
+    base: Positive = 128  # samples of a base batch
+    pool: Positive = 64  # base batches that are shuffled together
+    strategy: Strategy = "bbs"
+    workers: Annotated[int, Field(ge=0)] = 0
+
+
+class TrainConfig(_Model):
+    """One training run."""
+
+    data: Annotated[SyntheticData | FolderData | LogData, Field(discriminator="kind")]
+    model: dict[str, Any] = {}  # preset = "tiny" and any size of gem.model.ModelConfig
+    reader: ReaderConfig = ReaderConfig()
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    epochs: Positive | None = None
+    steps: Positive | None = None  # whichever of the two ends first; neither: one epoch
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; weights and optimizers stay fp32
+    compile: bool = False  # torch.compile of the model
+    lr: Annotated[float, Field(gt=0)] = 1e-3  # AdamW, everything but the tables
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup: Annotated[int, Field(ge=0)] = 100  # steps over which both learning rates rise
+    decay: Literal["constant", "cosine"] = "constant"
+    table_lr: Annotated[float, Field(gt=0)] = 0.02  # row-wise Adagrad, the tables
+    clip: Annotated[float, Field(gt=0)] | None = 1.0  # global norm of all gradients together
+    log_every: Positive = 20  # steps
+    evaluate_every: Positive | None = None  # steps; None: at the end alone
+    evaluate_batches: Positive | None = None  # of the validation data; None: all
+    checkpoint_every: Positive | None = 500  # steps; None: at the end alone
+    keep: Positive = 2  # checkpoints
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "TrainConfig":
+        if self.reader.batch % self.reader.base:
+            raise ValueError(f"reader.batch {self.reader.batch} is no multiple of reader.base {self.reader.base}")
+        if self.decay == "cosine" and self.steps is None:
+            raise ValueError('decay = "cosine" falls over steps; accepted: steps = a number beside it')
+        self.sizes()
+        return self
+
+    def sizes(self) -> ModelConfig:
+        """The model's sizes: its preset, "tiny" where none is named, with what is said beside it."""
+        chosen = dict(self.model)
+        name = chosen.pop("preset", "tiny")
+        if not isinstance(name, str):
+            raise ValueError(f"model.preset {name!r}; accepted: a name")
+        return preset(name, **chosen)
+
+
+def load_config(path: Path, changes: tuple[str, ...] = ()) -> TrainConfig:
+    """Read a TOML file; ``changes``: "lr=0.01", "reader.batch=512" lay over it. RequestError for what is wrong."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; accepted: a TOML file that says what to train") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: {error}; accepted: TOML") from None
+    for change in changes:
+        _lay_over(document, change)
+    return parse_config(document, str(path))
+
+
+def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
+    """Check a parsed document."""
+    try:
+        # As JSON, whose arrays a strict model takes for tuples.
+        return TrainConfig.model_validate_json(json.dumps(document))
+    except TypeError as error:
+        raise RequestError(f"{where}: {error}; accepted: numbers, words, true, false, lists and tables") from None
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+        raise RequestError(f"{where}: {_explain(first)}") from None
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from None
+
+
+def _lay_over(document: dict[str, Any], change: str) -> None:
+    path, equals, text = change.partition("=")
+    parts = [part.strip() for part in path.split(".")]
+    if not equals or not all(parts):
+        raise RequestError(f"--set {change!r}; accepted: NAME=VALUE, as in reader.batch=512")
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a word without quotes
+    table = document
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise RequestError(f"--set {change!r}: {part!r} is no table; accepted: NAME=VALUE, as in reader.batch=512")
+    table[parts[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    """The first of pydantic's errors: field, value, what is accepted."""
+    at = ".".join(str(part) for part in error["loc"])
+    kind, context = error["type"], error.get("ctx") or {}
+    if kind == "extra_forbidden":
+        return f"unknown field {at!r}"
+    if kind == "missing":
+        return f"missing field {at!r}"
+    if kind == "value_error":
+        return f"{at}: {context.get('error')}" if at else str(context.get("error"))
+    if kind == "union_tag_invalid":
+        return f"{at}.kind = {context['tag']!r}; accepted: {context['expected_tags']}"
+    if kind == "union_tag_not_found":
+        return f"missing field '{at}.kind'; accepted: 'synthetic', 'parquet', 'log'"
+    return f"{at} = {error['input']!r}: {error['msg']}"

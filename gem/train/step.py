@@ -1,0 +1,114 @@
+"""One training step: losses of a batch, gradients, clipping, both optimizers. Alone or with data-parallel ranks.
+
+Losses are means over the *global* batch: each rank divides its sums by all ranks' counts, so that CVR, whose labels are
+as many as there were clicks, is learnt alike however samples lie on ranks.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gem.data.samples import Samples
+from gem.data.schema import Schema
+from gem.model import GemModel
+from gem.train.config import TrainConfig
+from gem.train.optimizers import DenseState, RowwiseAdagrad, clip, dense_optimizer, lookup, schedule
+from gem.train.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """Tensors stay where they are: reading one waits for the device."""
+
+    loss: Tensor  # fp32 []: sum of the tasks' means over the global batch
+    logits: dict[str, Tensor]  # by task, fp32 [B], of this rank
+    norm: Tensor | None  # fp32 []: of all gradients, before clipping; None without clipping
+
+
+class _Losses(nn.Module):
+    """The model as DDP wants it: a module whose call gives tensors."""
+
+    def __init__(self, model: GemModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, samples: Samples) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        found = self.model.losses(samples)
+        return found.sums, found.logits
+
+
+class Stepper:
+    """Model and optimizers. ``mark``: called with a name when a stage of the step ends, for who times it."""
+
+    def __init__(self, schema: Schema, config: TrainConfig, world: World, **model: Any) -> None:
+        torch.manual_seed(config.seed)  # ranks start alike
+        self.config, self.world = config, world
+        self.model = GemModel(schema, config.sizes(), lookup=lookup, **model).to(world.device)
+        self.table_optimizer = RowwiseAdagrad(dict(self.model.tables.items()), config.table_lr)
+        dense = [(n, p) for n, p in self.model.named_parameters() if not n.startswith("tables.")]
+        self.dense_optimizer = dense_optimizer(dense, config.lr, weight_decay=config.weight_decay)
+        self.dense_state = DenseState(self.dense_optimizer)
+        self.number = 0  # steps done
+        losses: nn.Module = _Losses(self.model)
+        if config.compile:
+            losses.compile(dynamic=True)
+        if world.size > 1:
+            tables = {f"model.tables.{name}" for name in self.model.tables}
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, list(tables))
+            losses = DistributedDataParallel(losses, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self._losses = losses
+
+    def autocast(self) -> AbstractContextManager:
+        """Of forwards, in the run's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, torch.bfloat16)
+
+    def step(self, samples: Samples, mark: Callable[[str], None] = lambda name: None) -> StepResult:
+        """Learn from this rank's batch, which lies on its device."""
+        self._set_rates()
+        tasks = list(samples.labels)
+        counts = torch.stack([(~samples.labels[task].isnan()).sum() for task in tasks]).float()
+        self.world.sum(counts)
+        with self.autocast():
+            sums, logits = self._losses(samples)
+        shares = torch.stack([sums[task] for task in tasks]) / counts.clamp_min(1)
+        loss = shares.sum()
+        mark("forward")
+        # DDP averages over ranks what is to be added up.
+        (loss * self.world.size).backward()
+        mark("backward")
+        if self.world.size > 1:
+            self.table_optimizer.average_gradients()
+        norm, scale = None, 1.0
+        if self.config.clip is not None:
+            norm, scale = clip(self.model.dense_parameters(), self.config.clip, self.table_optimizer)
+        self.dense_optimizer.step()
+        self.table_optimizer.step(scale)
+        self.dense_optimizer.zero_grad(set_to_none=True)
+        self.table_optimizer.zero_grad()
+        self.number += 1
+        mark("optimizer")
+        return StepResult(self.world.sum(loss.detach()), {task: x.detach() for task, x in logits.items()}, norm)
+
+    @torch.no_grad()
+    def predict(self, samples: Samples) -> dict[str, Tensor]:
+        """fp32 logits [B] by task."""
+        with self.autocast():
+            return self.model(samples)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it; loaded in place."""
+        return {"model": self.model, "dense": self.dense_state, "tables": self.table_optimizer}
+
+    def _set_rates(self) -> None:
+        c = self.config
+        factor = schedule(self.number, c.warmup, c.steps, c.decay)
+        for group in self.dense_optimizer.param_groups:
+            group["lr"] = c.lr * factor
+        self.table_optimizer.lr = c.table_lr * factor
