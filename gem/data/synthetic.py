@@ -144,21 +144,21 @@ class Synthetic:
         offsets = offsets_of(lengths)
         older = np.arange(offsets[-1]) < np.repeat(offsets[:-1] + lengths // 2, lengths)
         favoured = np.where(older, np.repeat(earlier, lengths), np.repeat(liked, lengths))
-        seen = self._events(draws, lengths, favoured, config.categories, config.items)
+        category_T, item_T = self._events(draws, lengths, favoured, config.categories, config.items)
         gap = np.cumsum(1 + draws.below(3600, len(favoured)))
         until = np.concatenate([np.zeros(1, np.int64), gap])[offsets[1:]]
         times = gap + np.repeat(_START + keys - 1 - until, lengths)
         history = Events(
             torch.from_numpy(offsets),
-            as_tensors({"item": seen, "signal": draws.below(config.signals, len(seen))}),
+            as_tensors({"item": item_T, "category": category_T, "signal": draws.below(config.signals, len(item_T))}),
             torch.from_numpy(times),
         )
         lengths = _drawn(self._audience, (*key, _AUDIENCE), n)
         favoured = np.repeat(draws.below(config.cohorts, n), lengths)
-        members = self._events(draws, lengths, favoured, config.cohorts, config.users)
+        cohort_T, user_T = self._events(draws, lengths, favoured, config.cohorts, config.users)
         audience = Events(
             torch.from_numpy(offsets_of(lengths)),
-            as_tensors({"user": members, "signal": draws.below(config.signals, len(members))}),
+            as_tensors({"user": user_T, "cohort": cohort_T, "signal": draws.below(config.signals, len(user_T))}),
         )
         return Samples(
             torch.from_numpy(keys),
@@ -168,12 +168,14 @@ class Synthetic:
             {},
         )
 
-    def _events(self, draws: Draws, lengths: np.ndarray, favoured_T: np.ndarray, groups: int, rows: int) -> np.ndarray:
-        """int64 [T] ids: of the favoured group with a chance that differs from sample to sample, else of any group."""
+    def _events(
+        self, draws: Draws, lengths: np.ndarray, favoured_T: np.ndarray, groups: int, rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [T] groups, and rows of them: the favoured one with a chance that is each sample's own, or any."""
         loyal = np.repeat(draws.uniform(len(lengths)), lengths)
         n = len(favoured_T)
         group = np.where(draws.chance(loyal, n), favoured_T, draws.below(groups, n))
-        return self._pick(draws, group, groups, rows)
+        return group, self._pick(draws, group, groups, rows)
 
     def _pick(self, draws: Draws, group: np.ndarray, groups: int, rows: int) -> np.ndarray:
         """int64, one row of each group: rows group, group + groups, … with the first ones the most popular."""
@@ -184,17 +186,23 @@ class Synthetic:
 
 
 def _schema(config: SyntheticConfig, longest_history: int, longest_audience: int) -> Schema:
-    def signalled(name: str, table: str) -> list[Feature]:
-        return [Feature(name=name, table=table), Feature(name="signal", table="signals")]
+    rows = {
+        "user": config.users, "item": config.items, "category": config.categories, "cohort": config.cohorts,
+        "signal": config.signals,
+    }  # fmt: skip
 
-    tables = {"user": "users", "item": "items", "category": "categories", "cohort": "cohorts", "signal": "signals"}
+    def features(*names: str) -> list[Feature]:
+        return [Feature(name=name, table=name) for name in names]
+
     return Schema(
-        tables=[Table(name=table, rows=getattr(config, table)) for table in tables.values()],
-        ids=[Feature(name=name, table=table) for name, table in tables.items() if name != "signal"],
+        tables=[Table(name=name, rows=n) for name, n in rows.items()],
+        ids=features("user", "item", "category", "cohort"),
         floats=[f"float_{i}" for i in range(config.floats)],
         sequences=[
-            SequenceSchema(name="history", features=signalled("item", "items"), longest=longest_history, timed=True),
-            SequenceSchema(name="audience", features=signalled("user", "users"), longest=longest_audience),
+            SequenceSchema(
+                name="history", features=features("item", "category", "signal"), longest=longest_history, timed=True
+            ),
+            SequenceSchema(name="audience", features=features("user", "cohort", "signal"), longest=longest_audience),
         ],
         tasks=[Task(name="ctr"), Task(name="cvr", given="ctr")],
     )
