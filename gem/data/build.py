@@ -94,7 +94,7 @@ class Builder:
             order = order[~repeats]
         self._row = order  # the sample's row in the log
         self._times = times = log.times[order]
-        self.bounds = _split(times, config.split, log.source)
+        self.bounds = _split(times, config.split, log.where)
         trained = self.bounds[1]
         self._users, self._items = (
             _hashed(values, config.hash_rows) if config.hash_rows else _numbered(codes[order[:trained]], len(values))
@@ -232,7 +232,7 @@ def _hour(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.sin(angle).astype(np.float32), np.cos(angle).astype(np.float32)
 
 
-def _split(times: np.ndarray, shares: tuple[float, float, float], source: str) -> list[int]:
+def _split(times: np.ndarray, shares: tuple[float, float, float], where: str) -> list[int]:
     """Bounds of the parts in `times` (rising): each begins at a time's first event, at or before its share."""
     n = len(times)
     bounds = [0]
@@ -241,7 +241,7 @@ def _split(times: np.ndarray, shares: tuple[float, float, float], source: str) -
         bounds.append(n if k >= n else int(np.searchsorted(times, times[k], side="left")))
     if bounds[1] == 0:
         raise RequestError(
-            f"{source}: no training samples, since the first {shares[0]:.0%} of {n} do not end before the time "
+            f"{where}: no training samples, since the first {shares[0]:.0%} of {n} do not end before the time "
             f"{times[0] if n else 'of any'}; accepted: a log of more times, or a larger first share of split"
         )
     return [*bounds, n]
@@ -287,7 +287,7 @@ def _check_values(log: Interactions, config: BuildConfig) -> None:
             at = int(bad.argmax())
             found = log.values[column][at]
             what = "no value" if np.isnan(found) else f"{found:g}"
-            raise RequestError(f"{log.source}: row {at + 1}, column {column}: {what}; accepted: {accepted}")
+            raise RequestError(f"{log.where}: row {at + 1}, column {column}: {what}; accepted: {accepted}")
 
     refuse(np.isnan(log.values[config.signal_used.column]), config.signal_used.column, "a number, for the signal")
     ones: dict[str, np.ndarray] = {}

@@ -32,7 +32,8 @@ class Interactions:
     users, items  those values, as Arrow arrays of integers or strings
     times         int64 [n], seconds, rounded down
     values        by column, float64 [n]; NaN where the log has none
-    source        one line
+    source        one line: file, format, columns
+    where         the file, for messages
     """
 
     user: np.ndarray
@@ -42,6 +43,7 @@ class Interactions:
     times: np.ndarray
     values: dict[str, np.ndarray]
     source: str
+    where: str
 
     def __len__(self) -> int:
         return len(self.times)
@@ -58,7 +60,7 @@ class Interactions:
         for name, x in {"users": user[0], "items": item[0], **floats}.items():
             if len(x) != len(times):
                 raise RequestError(f"{source}: {len(x)} {name}; accepted: {len(times)}, as there are times")
-        return Interactions(user[0], item[0], user[1], item[1], times, floats, source)
+        return Interactions(user[0], item[0], user[1], item[1], times, floats, source, source)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class _Gathered:
         values = {name: np.concatenate(chunks) for name, chunks in self._values.items()}
         names = [self._names[i] for i in (self._columns.user, self._columns.item, self._columns.time)]
         source = f"{source}, columns {', '.join([*names, *values])}"
-        return Interactions(user, item, users, items, np.concatenate(self._times), values, source)
+        return Interactions(user, item, users, items, np.concatenate(self._times), values, source, str(self._path))
 
     def _refuse(self, bad: pa.Array, say: Callable[[int], str], column: int, accepted: str) -> None:
         flags = bad.to_numpy(zero_copy_only=False)
