@@ -185,8 +185,8 @@ class Dense(Packed):
     def cross(self, q, k, v, keys, activation, scale):
         return self._product(*(x.unflatten(0, (self.batch, -1)) for x in (q, k, v)), softmax=False).flatten(0, 1)
 
-    def pooled(self, q_NHD, k, v, activation, scale):
-        q = q_NHD[None].expand(self.batch, -1, -1, -1)
+    def pooled(self, q, k, v, activation, scale):
+        q = q.expand(self.batch, *q.shape[-3:])
         return self._product(q, *(x.unflatten(0, (self.batch, -1)) for x in (k, v)), softmax=False)
 
 
