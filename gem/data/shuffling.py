@@ -4,7 +4,9 @@ A reader emits base batches of 128 samples; a training batch merges several. Wit
 its lengths make it, and every rank waits for the heaviest one. BBS (GEM, Meta 2026) sorts a pool of base batches by
 cost and deals the heavy beside the light ones. Each reader does so for itself: nothing is sent between ranks.
 
-Legend: N base batches of a pool, M of them to a training batch, S = N // M training batches, R ranks.
+Dealing single samples instead (:func:`deal`) balances finer, at the price of a gather where base batches are copied.
+
+Legend: N base batches (deal: samples) of a pool, M of them to a training batch, K training batches, S steps, R ranks.
 """
 
 import heapq
@@ -16,6 +18,8 @@ from gem.errors import RequestError
 
 Strategy = Literal["none", "random", "bbs", "lpt"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+_GREEDY = 32  # rounds of deal that go by the batches' totals; by then what is left is too light to matter
 
 
 def group(cost_N: np.ndarray, per_batch: int, strategy: Strategy, generator: np.random.Generator) -> list[np.ndarray]:
@@ -31,15 +35,47 @@ def group(cost_N: np.ndarray, per_batch: int, strategy: Strategy, generator: np.
     ones of all ranks would meet. Where ``per_batch`` does not divide N, the base batches that arrived last make one
     smaller batch, the last.
     """
-    cost = np.asarray(cost_N, dtype=np.float64)
-    if cost.ndim != 1 or not np.isfinite(cost).all() or (cost < 0).any():
-        raise RequestError(f"costs of base batches: shape {cost.shape}; accepted: one finite number >= 0 each")
+    cost = _costs(cost_N)
     if per_batch < 1:
         raise RequestError(f"base batches to a training batch: {per_batch}; accepted: 1 or more")
     batches = len(cost) // per_batch
     whole = batches * per_batch
     found = _partition(cost[:whole], batches, per_batch, strategy, generator) if batches else []
     return found if whole == len(cost) else [*found, np.arange(whole, len(cost))]
+
+
+def deal(cost_N: np.ndarray, batches: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Indices of the samples of each of ``batches`` batches of like cost, whose sizes differ by one at most.
+
+    Sorted by cost and dealt in rounds, one sample to each batch. The first rounds, where one sample weighs most, give
+    the heaviest to the lightest batch so far; the others are dealt in zigzag. Batches come in random order, their
+    samples the heaviest first. RequestError where there are fewer samples than batches.
+    """
+    cost = _costs(cost_N)
+    if not 1 <= batches <= len(cost):
+        raise RequestError(f"{len(cost)} samples dealt to {batches} batches; accepted: 1 batch or more, none empty")
+    order = np.argsort(-cost, kind="stable")
+    rounds = len(cost) // batches
+    dealt_MK, rest = order[: rounds * batches].reshape(rounds, batches), order[rounds * batches :]
+    total = np.zeros(batches)
+    for i in range(min(rounds, _GREEDY)):
+        lightest = np.argsort(total, kind="stable")
+        dealt_MK[i, lightest] = dealt_MK[i].copy()
+        total += cost[dealt_MK[i]]
+    zigzag = dealt_MK[_GREEDY:]
+    zigzag[1::2] = zigzag[1::2, ::-1].copy()
+    zigzag[:, np.argsort(total, kind="stable")] = zigzag.copy()
+    found = list(dealt_MK.T)
+    for index, batch in zip(rest, np.argsort(cost[dealt_MK].sum(0), kind="stable")[: len(rest)], strict=True):
+        found[batch] = np.append(found[batch], index)
+    return [found[i] for i in generator.permutation(batches)]
+
+
+def _costs(cost_N: np.ndarray) -> np.ndarray:
+    cost = np.asarray(cost_N, dtype=np.float64)
+    if cost.ndim != 1 or not np.isfinite(cost).all() or (cost < 0).any():
+        raise RequestError(f"costs to balance: shape {cost.shape}; accepted: one finite number >= 0 each")
+    return cost
 
 
 def _partition(
