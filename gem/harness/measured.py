@@ -47,12 +47,23 @@ class Metric:
         return names.METRICS[self.name].better
 
 
+class Slice(Protocol):
+    """A piece of a step's time, as gem.efficiency makes it; see `results.WaterfallPart`."""
+
+    @property
+    def part(self) -> str: ...
+    @property
+    def ms(self) -> float: ...
+    @property
+    def of(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Findings:
     """What a measurement found: metrics, and where a step's time went (empty: not asked, or not known)."""
 
     metrics: list[Metric]
-    waterfall: list[WaterfallPart] = field(default_factory=list)
+    waterfall: Sequence[Slice] = ()
 
 
 class Measured(Protocol):
@@ -192,4 +203,7 @@ class RacerHost:
 
 
 def _findings(given: list[Metric] | Findings) -> Findings:
-    return given if isinstance(given, Findings) else Findings(list(given))
+    """As the parent takes it: the waterfall checked here, where a mistake in it is the contestant's own."""
+    found = given if isinstance(given, Findings) else Findings(list(given))
+    parts = [WaterfallPart.model_validate({"part": s.part, "ms": s.ms, "of": s.of}) for s in found.waterfall]
+    return Findings(found.metrics, parts)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from gem.harness.case import MeasuredCase
 from gem.harness.measured import Findings
 from gem.harness.measured_params import MEASURED
-from gem.harness.results import Row, waterfall_key
+from gem.harness.results import Row, WaterfallPart, waterfall_key
 from gem.harness.score import Outcome, apply_expectations, row
 from gem.harness.session import Session
 from gem.harness.worker import Worker, WorkerFailure
@@ -55,4 +55,5 @@ def metric_rows(case: MeasuredCase, impl: str, found: Findings) -> list[Row]:
 def keep_waterfall(case: MeasuredCase, impl: str, found: Findings, session: Session) -> None:
     """Put the contestant's waterfall, if it has one, where the run's document takes it from."""
     if found.waterfall:
-        session.waterfalls[waterfall_key(case.id, impl)] = found.waterfall
+        parts = [part for part in found.waterfall if isinstance(part, WaterfallPart)]  # as the worker checked them
+        session.waterfalls[waterfall_key(case.id, impl)] = parts

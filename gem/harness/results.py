@@ -63,20 +63,21 @@ class Row(BaseModel):
         return f"{self.suite}::{self.case}"
 
 
-PartOf = Literal["model", "communication", "skew", "recompute", "input", "rest"]
+PartOf = Literal["model", "optimizer", "recompute", "communication", "skew", "input", "rest"]
 
 
 class WaterfallPart(BaseModel):
-    """A part of the time of one training step: `ms`, and what it is part `of`. Parts add up to the step.
+    """A part of the time of one training step, and what it is `of`; a slice of gem.efficiency. Parts add up to the step.
 
-    model: useful compute of one module; communication: what no compute hides; skew: waiting for the heaviest rank;
-    recompute: activations computed a second time; input: waiting for samples; rest: what is left of the step.
+    model: useful compute of one module; recompute: activations computed a second time; communication: what no compute
+    hides; skew: waiting for the heaviest rank; input: waiting for samples; rest: what is left of the step. Below 0 where
+    modules that were timed alone take longer than together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     part: str = Field(min_length=1)
-    ms: float = Field(ge=0, allow_inf_nan=False)
+    ms: float = Field(allow_inf_nan=False)
     of: PartOf
 
 
