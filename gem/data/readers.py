@@ -251,13 +251,16 @@ class Batches:
                 )
                 for turn in range(self.workers)
             ]  # fmt: skip
-        for unit, (_, _, batches) in enumerate(reader.units(start)):
-            for _ in batches:
-                batch = next(streams[unit % len(streams)])
-                if isinstance(batch, _Refused):
-                    raise RequestError(batch.reason)
-                self.delivered += 1
-                yield batch
+        try:
+            for unit, (_, _, batches) in enumerate(reader.units(start)):
+                for _ in batches:
+                    batch = next(streams[unit % len(streams)])
+                    if isinstance(batch, _Refused):
+                        raise RequestError(batch.reason)
+                    self.delivered += 1
+                    yield batch
+        finally:
+            streams.clear()  # ends the workers now, and not when the garbage collector comes by
 
     def _pinned(self, share: "_Share") -> "Iterator[Samples | _Refused]":
         for batch in share:
