@@ -211,9 +211,14 @@ def refuse_occupied(folder: Path) -> None:
 
 
 def _open_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    # zstd at its fastest reads as fast as no compression does here, since dictionaries are decoded either way; the
-    # histories of a user's samples repeat each other, which it finds.
-    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, write_page_checksum=True)
+    # Differences in as few bits as they need: for events both faster than dictionaries, which overflow at many
+    # distinct ids or times, and smaller than plain values.
+    events = {f"{one.name}.list.element": "DELTA_BINARY_PACKED" for one in schema if pa.types.is_list(one.type)}
+    return pq.ParquetWriter(
+        path, schema, compression="zstd", compression_level=1, write_page_checksum=True,
+        use_dictionary=[one.name for one in schema if not pa.types.is_list(one.type)],
+        column_encoding=events or None,
+    )  # fmt: skip
 
 
 def _checked(schema: Schema, batches: Iterable[Samples]) -> Iterator[Samples]:
