@@ -20,21 +20,51 @@ _SHORT = {"forward": "fwd", "backward": "bwd"}
 def render_markdown(document: Document) -> str:
     """The timed cases of a document, one line a case, implementation and direction; ratios > 1: faster than the peer.
 
-    A ratio that does not exist has its reason below the table. So has every case and contestant that failed, errored or
-    was skipped: nothing is left out. A ratio to a peer with too few runs for an interval is marked.
+    Measured cases, which have no direction, follow in a table a suite, one line a case and contestant. A ratio that
+    does not exist has its reason below the table. So has every case and contestant that failed, errored or was skipped:
+    nothing is left out. A ratio to a peer with too few runs for an interval is marked.
     """
     lines = lines_of(document.rows)
+    parts = [machine_text(document), *filter(None, (_timed_table(lines), *_measured_tables(lines)))]
+    return "\n\n".join(parts) + f"\n{_footnotes(lines)}"
+
+
+def _timed_table(lines: list[Line]) -> str:
     few = {(line.suite, line.case, line.impl, line.direction) for line in lines if line.few and line.impl in PEERS}
-    own = [line for line in lines if line.impl and line.impl not in PEERS and "ms" in line.values]
+    own = [line for line in lines if line.direction and line.impl not in PEERS and "ms" in line.values]
+    if not own:
+        return ""
     peers = list(dict.fromkeys(m for line in own for m in line.values if m.startswith(RATIO_PREFIX)))
     factor, unit = flops_unit(own)
     head = ["case", "", "ms", unit, "of roofline", *(f"× {peer.removeprefix(RATIO_PREFIX)}" for peer in peers), "check"]
     rows = [_cells(line, peers, factor, few) for line in own]
     table = [head, ["---", "---", *["---:"] * (len(head) - 3), "---"], *rows]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
     marked = any(cell.endswith("*") for cells in rows for cell in cells)
-    mark = "\n\\* the peer was timed fewer than 6 times: no 95 % interval.\n" if marked else ""
-    return f"{machine_text(document)}\n\n{text}\n{mark}{_footnotes(lines)}"
+    mark = "\n\n\\* the peer was timed fewer than 6 times: no 95 % interval." if marked else ""
+    return _text(table) + mark
+
+
+def _text(table: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def _measured_tables(lines: list[Line]) -> list[str]:
+    """One table a suite; a metric is a column."""
+    suites: dict[str, list[Line]] = {}
+    for line in lines:
+        if not line.direction and line.impl and set(line.values) != {""}:
+            suites.setdefault(line.suite, []).append(line)
+    tables = []
+    for suite, own in suites.items():
+        metrics = list(dict.fromkeys(metric for line in own for metric in line.values if metric))
+        heads = [m.replace(RATIO_PREFIX, "× ") for m in metrics]
+        rows = [
+            [f"{Path(suite).stem} {line.case}", line.impl, *(line.metric(m) for m in metrics), line.status]
+            for line in own
+        ]
+        table = [["case", "", *heads, "check"], ["---", "---", *["---:"] * len(heads), "---"], *rows]
+        tables.append(_text(table))
+    return tables
 
 
 def _cells(line: Line, peers: list[str], factor: float, few: set[tuple[str, str, str, str]]) -> list[str]:
@@ -49,7 +79,7 @@ def _cells(line: Line, peers: list[str], factor: float, few: set[tuple[str, str,
     return [
         f"{subject} {line.case}",
         f"gem {line.impl} {_SHORT.get(line.direction, line.direction)}",
-        line.ms,
+        line.timing("ms"),
         number(flops and flops * factor),
         "" if share is None else f"{share:.0%}",
         *(ratio(peer) for peer in peers),

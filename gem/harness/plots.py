@@ -1,7 +1,7 @@
-"""Plots of the report as SVG text: length histogram, bars against peers, roofline.
+"""Plots of the report as SVG text: length histogram, bars against peers, waterfall of a step, roofline.
 
 They draw with the CSS classes and colours of the page (templates/report.css), so that light and dark are one drawing.
-Every plot has a title and a description for screen readers; every text is escaped here. Units are said on the axes.
+Every plot has a title and a description for screen readers; svg.py escapes every text. Units are said on the axes.
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import Literal
 
 from markupsafe import Markup
 
-Role = Literal["subject", "peer"]
+from gem.harness import svg
+from gem.harness.svg import Role, number, shorten
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,6 @@ class Ceilings:
     gbps: float | None = None
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for a person: `digits` significant ones, thousands grouped, no exponent between 1e-4 and 1e7."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    if value == round(value) and abs(value) < 1e7:
-        return f"{round(value):,}"
-    size = abs(value)
-    if size < 1e-4 or size >= 1e7:
-        return f"{value:.{digits - 1}e}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
-    return f"{value:,.{decimals}f}"
-
-
-def shorten(text: str, limit: int) -> str:
-    """The text on one line, cut to `limit` characters with an ellipsis."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
-
-
 def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis: str = "rows per sample") -> Markup:
     """Samples per length bin: counts[i] samples have edges[i] <= length < edges[i + 1].
 
@@ -83,23 +63,26 @@ def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis
     width, height, left, top, bottom = 340, 170, 38, 16, 34
     plot_w, plot_h = width - left - 8, height - top - bottom
     peak = max((counts[i] for i in bins), default=0)
-    parts = [_axis_line(left, top + plot_h, left + plot_w, top + plot_h)]
+    parts = [svg.axis_line(left, top + plot_h, left + plot_w, top + plot_h)]
     for share in (0.5, 1.0) if peak > 1 else (1.0,):
         y = top + plot_h * (1 - share)
-        parts += [_line(left, y, left + plot_w, y, "grid"), _text(left - 5, y + 4, number(peak * share), "tick end")]
+        parts += [
+            svg.line(left, y, left + plot_w, y, "grid"),
+            svg.text(left - 5, y + 4, number(peak * share), "tick end"),
+        ]
     step = plot_w / max(len(bins), 1)
     every = max(1, math.ceil(len(bins) / 8))  # more than eight labels would touch each other
     for place, i in enumerate(bins):
         x = left + place * step
         bar_h = plot_h * counts[i] / peak if peak else 0
         tip = f"{_edge(edges[i])} to below {_edge(edges[i + 1])}: {counts[i]} samples"
-        parts.append(_rect(x + 1, top + plot_h - bar_h, max(step - 2, 1), bar_h, "bar subject", tip))
+        parts.append(svg.rect(x + 1, top + plot_h - bar_h, max(step - 2, 1), bar_h, "bar subject", tip))
         if place % every == 0:
-            parts.append(_text(x + 1, top + plot_h + 14, _edge(edges[i]), "tick"))
-    parts.append(_text(left + plot_w, height - 4, f"{axis}, bins from", "tick end"))
+            parts.append(svg.text(x + 1, top + plot_h + 14, _edge(edges[i]), "tick"))
+    parts.append(svg.text(left + plot_w, height - 4, f"{axis}, bins from", "tick end"))
     total = sum(counts)
     spread = f"between {_edge(edges[first])} and {_edge(edges[last + 1])} rows" if filled else "all bins empty"
-    return _svg(width, height, title, f"Histogram of {total} samples, {spread}.", parts)
+    return svg.drawing(width, height, title, f"Histogram of {total} samples, {spread}.", parts)
 
 
 def bars(
@@ -115,24 +98,24 @@ def bars(
     parts: list[str] = []
     y = 4.0
     for name, group in groups:
-        parts.append(_text(4, y + 12, name, "group"))
+        parts.append(svg.text(4, y + 12, name, "group"))
         y += 20
         start = y
         for bar in group:
-            parts.append(_text(left - 8, y + 12, shorten(bar.label, 17), f"label end {bar.role}"))
+            parts.append(svg.text(left - 8, y + 12, shorten(bar.label, 17), f"label end {bar.role}"))
             if bar.value is None:
-                parts.append(_text(left + 4, y + 12, shorten(bar.note or "not measured", 58), "note", bar.note))
+                parts.append(svg.text(left + 4, y + 12, shorten(bar.note or "not measured", 58), "note", bar.note))
             else:
                 parts += _one_bar(bar, left, y, bar_h, scale, unit)
             y += bar_h + gap
-        parts.append(_axis_line(left, start - 3, left, y - gap + 3))
+        parts.append(svg.axis_line(left, start - 3, left, y - gap + 3))
         y += 6
     said = "; ".join(
         f"{name}: "
         + ", ".join(f"{b.label} {number(b.value) if b.value is not None else 'not measured'}" for b in group)
         for name, group in groups
     )
-    return _svg(width, math.ceil(y), title, f"Bars in {unit}, {better} is better. {said}.", parts)
+    return svg.drawing(width, math.ceil(y), title, f"Bars in {unit}, {better} is better. {said}.", parts)
 
 
 def _one_bar(bar: Bar, left: float, y: float, height: float, scale: float, unit: str) -> list[str]:
@@ -143,15 +126,45 @@ def _one_bar(bar: Bar, left: float, y: float, height: float, scale: float, unit:
     if bar.low is not None and bar.high is not None:
         tip += f", median within {number(bar.low)} to {number(bar.high)}"
     failed = " failed" if bar.failed else ""
-    parts.append(_rect(left, y, max(value * scale, 1), height, f"bar {bar.role}{failed}", tip))
+    parts.append(svg.rect(left, y, max(value * scale, 1), height, f"bar {bar.role}{failed}", tip))
     if bar.low is not None and bar.high is not None:
         low, high, middle = left + bar.low * scale, left + bar.high * scale, y + height / 2
-        parts.append(_line(low, middle, high, middle, "whisker"))
-        parts += [_line(x, middle - 4, x, middle + 4, "whisker") for x in (low, high)]
+        parts.append(svg.line(low, middle, high, middle, "whisker"))
+        parts += [svg.line(x, middle - 4, x, middle + 4, "whisker") for x in (low, high)]
         end = max(end, high)
     mark = "✕ " if bar.failed else ""
-    parts.append(_text(end + 6, y + 12, f"{mark}{number(value)} {unit}", f"value{failed}"))
+    parts.append(svg.text(end + 6, y + 12, f"{mark}{number(value)} {unit}", f"value{failed}"))
     return parts
+
+
+def waterfall(slices: Sequence[tuple[str, float, str]], *, title: str, limit: float | None = None) -> Markup:
+    """Slices (part, ms, of) of one training step, a row each: a bar begins where the one above it ended.
+
+    `limit`: ms that the axis reaches at least, so that the steps of several contestants have one scale. A slice below 0
+    runs back from where it begins, dashed: parts that were timed alone took longer than together.
+    """
+    width, left, right, bar_h, gap = 540, 168, 104, 15, 5
+    ends = [0.0]
+    for _, ms, _ in slices:
+        ends.append(ends[-1] + ms)
+    reach = max(*ends, limit or 0.0)
+    scale = (width - left - right) / reach if reach > 0 else 0.0
+    low = min(ends)  # below 0 only where the first slices are
+    parts: list[str] = []
+    y = 4.0
+    for (part, ms, of), start, end in zip(slices, ends, ends[1:], strict=False):
+        x0, x1 = (left + (min(start, end) - low) * scale, left + (max(start, end) - low) * scale)
+        share = f", {100 * ms / ends[-1]:.1f} % of the step" if ends[-1] > 0 else ""
+        kind = f"slice {of}" if ms >= 0 else "slice below"
+        parts.append(svg.text(left - 8, y + 12, shorten(part, 24), "label end", part))
+        parts.append(svg.rect(x0, y, max(x1 - x0, 1), bar_h, kind, f"{part} ({of}): {number(ms)} ms{share}"))
+        parts.append(svg.text(x1 + 6, y + 12, f"{number(ms)} ms", "value"))
+        y += bar_h + gap
+    parts.append(svg.axis_line(left, 0, left, y))
+    parts.append(svg.text(left - 8, y + 12, "step", "label end group"))
+    parts.append(svg.text(left + 6, y + 12, f"{number(ends[-1])} ms", "value group"))
+    said = ", ".join(f"{part} {number(ms)} ms" for part, ms, _ in slices)
+    return svg.drawing(width, math.ceil(y + 20), title, f"Waterfall of a step of {number(ends[-1])} ms: {said}.", parts)
 
 
 def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Markup:
@@ -178,18 +191,18 @@ def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Mark
     parts = []
     for e in range(x0, x1 + 1):
         parts += [
-            _line(px(10.0**e), top, px(10.0**e), height - bottom, "grid"),
-            _text(px(10.0**e), height - bottom + 16, _power(10.0**e), "tick middle"),
+            svg.line(px(10.0**e), top, px(10.0**e), height - bottom, "grid"),
+            svg.text(px(10.0**e), height - bottom + 16, _power(10.0**e), "tick middle"),
         ]
     for e in range(y0, y1 + 1):
         parts += [
-            _line(left, py(10.0**e), width - right, py(10.0**e), "grid"),
-            _text(left - 7, py(10.0**e) + 4, _power(10.0**e * factor), "tick end"),
+            svg.line(left, py(10.0**e), width - right, py(10.0**e), "grid"),
+            svg.text(left - 7, py(10.0**e) + 4, _power(10.0**e * factor), "tick end"),
         ]
     parts += _roofs(ceilings, (x0, x1), (y0, y1), px, py, width - right)
     for p in sorted(points, key=lambda p: p.role == "subject"):  # the subject on top of its peers
         parts.append(_marker(px(p.intensity), py(p.tflops), p, factor, unit))
-    parts.append(_text((left + width - right) / 2, height - 6, "intensity, useful FLOP per byte", "axis middle"))
+    parts.append(svg.text((left + width - right) / 2, height - 6, "intensity, useful FLOP per byte", "axis middle"))
     parts.append(
         f'<text class="axis middle" transform="translate(14 {(top + height - bottom) / 2}) rotate(-90)">'
         f"achieved {unit}</text>"
@@ -199,7 +212,7 @@ def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Mark
     )
     copy = f"{number(ceilings.gbps)} GB/s" if ceilings.gbps else "not measured"
     said = f"{len(points)} contestants. Ceilings measured in this run: GEMM {roofs}; copy {copy}."
-    return _svg(width, height, title, said, parts)
+    return svg.drawing(width, height, title, said, parts)
 
 
 def _roofs(
@@ -219,20 +232,20 @@ def _roofs(
         top = max(ceilings.tflops.values(), default=10.0 ** y_range[1])
         end = min(high_x, top / bandwidth)
         if end > start:
-            parts.append(_line(px(start), py(start * bandwidth), px(end), py(end * bandwidth), "roof"))
+            parts.append(svg.line(px(start), py(start * bandwidth), px(end), py(end * bandwidth), "roof"))
             # Under the slope's foot, away from the points that gather at the ridge; beside it where it is on the axis.
             label = f"copy {number(ceilings.gbps)} GB/s"
             under = 16 if py(start * bandwidth) < py(low_y) - 24 else -2
-            parts.append(_text(px(start) + 18, py(start * bandwidth) + under, label, "roof-label"))
+            parts.append(svg.text(px(start) + 18, py(start * bandwidth) + under, label, "roof-label"))
     previous = -math.inf
     for name, peak in sorted(ceilings.tflops.items(), key=lambda item: item[1]):
         start = min(max(low_x, peak / bandwidth), high_x) if bandwidth else low_x
-        parts.append(_line(px(start), py(peak), px(high_x), py(peak), "roof"))
+        parts.append(svg.line(px(start), py(peak), px(high_x), py(peak), "roof"))
         y = py(peak) + 4
         # Roofs a few percent apart: their labels are stacked upwards instead of printed over each other.
         y = y if previous == -math.inf else min(y, previous - 13)
         previous = y
-        parts.append(_text(edge + 6, y, shorten(f"{name} {_flops(peak)}", 26), "roof-label"))
+        parts.append(svg.text(edge + 6, y, shorten(f"{name} {_flops(peak)}", 26), "roof-label"))
     return parts
 
 
@@ -270,30 +283,3 @@ def _edge(value: float) -> str:
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}k"
     return f"{value:g}"
-
-
-def _text(x: float, y: float, text: str, kind: str, tip: str = "") -> str:
-    hover = f"<title>{escape(tip)}</title>" if tip else ""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}{hover}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{kind}" {size}><title>{escape(tip)}</title></rect>'
-
-
-def _line(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
-    return f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
-
-
-def _axis_line(x0: float, y0: float, x1: float, y1: float) -> str:
-    return _line(x0, y0, x1, y1, "axis-line")
-
-
-def _svg(width: int, height: int, title: str, description: str, parts: Sequence[str]) -> Markup:
-    """The finished drawing: scales with its box, named and described for screen readers."""
-    name = escape(title)
-    return Markup(
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">'
-        f"<title>{name}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
-    )

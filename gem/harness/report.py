@@ -6,102 +6,20 @@ row of the document ends in the tables, also those that failed or were skipped; 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from gem.errors import RequestError
-from gem.harness import names, plots
-from gem.harness.plots import Bar, Ceilings, Point, Role, number
-from gem.harness.results import Document, Row, Status, case_status, worst, write_text
-from gem.harness.timing import CONFIDENCE, summarize
-
-# Metrics with a column of their own, and its heading; all others share the column "other".
-COLUMNS = {
-    "ms": "ms",
-    "interval": "95 % interval",
-    "tflops": "TFLOP/s",
-    "gbps": "GB/s",
-    "roofline": "roofline",
-    "ratios": "speed-up over",
-    "max_error": "max error",
-    "other": "other",
-}
-BAD: tuple[Status, ...] = ("fail", "error", "oom")
-
-
-@dataclass
-class Line:
-    """All rows of one contestant in one direction of one case: one line of a table."""
-
-    suite: str
-    case: str
-    direction: str
-    impl: str
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def role(self) -> Role:
-        """A declared peer is one; every other contestant is the subject of its case."""
-        return "peer" if self.impl in names.PEERS else "subject"
-
-    @property
-    def status(self) -> Status:
-        """The worst of its rows."""
-        return worst([row.status for row in self.rows])
-
-    def row(self, metric: str) -> Row | None:
-        """The first row of that metric."""
-        return next((row for row in self.rows if row.metric == metric), None)
-
-    def value(self, metric: str) -> float | None:
-        """Its value, None where there is no such row or no value."""
-        row = self.row(metric)
-        return row.value if row else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The interval in ms that holds the true median with 95 % confidence; None with too few raw timings."""
-        row = self.row("ms")
-        if row is None or not row.samples:
-            return None
-        found = summarize(row.samples, CONFIDENCE)
-        return (found.low, found.high) if found.confidence >= CONFIDENCE else None
-
-    @property
-    def reason(self) -> str:
-        """The reasons of its rows, each once."""
-        return _reasons(self.rows)
-
-    @property
-    def problem(self) -> str:
-        """The reasons of the rows that decide its status, without the notes of those that passed."""
-        return _reasons([row for row in self.rows if row.status == self.status])
-
-    @property
-    def cells(self) -> dict[str, str]:
-        """Column of COLUMNS → its text; every row is in one of them."""
-        shown = {name: number(row.value) for name in COLUMNS if (row := self.row(name))}
-        if span := self.interval:
-            shown["interval"] = f"{number(span[0])} to {number(span[1])}"
-        ratios, other = [], []
-        for row in self.rows:
-            if row is self.row(row.metric) and row.metric in COLUMNS:
-                continue
-            if row.metric.startswith(names.RATIO_PREFIX):
-                times = "–" if row.value is None else f"{number(row.value)}×"
-                ratios.append(f"{row.metric.removeprefix(names.RATIO_PREFIX)} {times}")
-            elif row.metric:
-                other.append(f"{row.metric} {number(row.value)} {row.unit}".strip())
-        if ratios:
-            shown["ratios"] = ", ".join(ratios)
-        if other:
-            shown["other"] = ", ".join(other)
-        return shown
+from gem.harness import plots
+from gem.harness.plots import Bar, Ceilings, Point
+from gem.harness.report_lines import BAD, COLUMNS, Figure, Line, by_case, lines_of
+from gem.harness.report_measured import measured_suites, waterfall_figures
+from gem.harness.results import PART_OF, Document, case_status, write_text
+from gem.harness.svg import number
 
 
 @dataclass
@@ -121,17 +39,6 @@ class SuiteView:
     columns: dict[str, str]
 
 
-@dataclass
-class Figure:
-    """A plot and the numbers behind it."""
-
-    heading: str
-    note: str
-    plot: Markup
-    header: list[str]
-    table: list[list[str]]
-
-
 def write_report(document: Document, path: str | Path, *, title: str | None = None) -> Path:
     """Write the report of `document` to `path`, whole or not at all. Raises RequestError when it cannot be written."""
     return write_text(path, render(document, title=title))
@@ -139,7 +46,8 @@ def write_report(document: Document, path: str | Path, *, title: str | None = No
 
 def render(document: Document, *, title: str | None = None) -> str:
     """The report as one HTML text that refers to nothing outside itself."""
-    lines = _lines(document.rows)
+    lines = lines_of(document.rows)
+    measured = measured_suites(lines)
     ceilings = read_ceilings(document.ceilings)
     statuses = list(case_status(document.rows).values())
     environment = document.environment
@@ -156,7 +64,10 @@ def render(document: Document, *, title: str | None = None) -> str:
         figures=_case_figures(lines),
         roofline=_roofline(lines, ceilings),
         fixtures=_fixture_figures(document.fixtures),
-        suites=_suites(lines),
+        suites=_suites(line for line in lines if line.suite not in {suite.name for suite in measured}),
+        measured=measured,
+        waterfalls=waterfall_figures(document),
+        parts=PART_OF,
         environment=flat(environment),
         request=flat(document.request),
         ceilings=flat(document.ceilings),
@@ -207,32 +118,6 @@ def _subtitle(environment: dict[str, Any], machine: str) -> str:
     return " · ".join(str(part) for part in [*parts, f"commit {commit}{dirty}" if commit else None] if part)
 
 
-def _reasons(rows: Iterable[Row]) -> str:
-    """Each reason once, after the metrics that gave it where the rows do not agree."""
-    told: dict[str, list[str]] = {}
-    for row in rows:
-        if row.reason:
-            told.setdefault(row.reason, []).append(row.metric)
-    if len(told) == 1:
-        return next(iter(told))
-    return "; ".join(f"{', '.join(filter(None, metrics))}: {text}".lstrip(": ") for text, metrics in told.items())
-
-
-def _lines(rows: Iterable[Row]) -> list[Line]:
-    found: dict[tuple[str, str, str, str], Line] = {}
-    for row in rows:
-        key = (row.suite, row.case, row.direction, row.impl)
-        found.setdefault(key, Line(*key)).rows.append(row)
-    return list(found.values())
-
-
-def _by_case(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
-    cases: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        cases.setdefault((line.suite, line.case), []).append(line)
-    return cases
-
-
 def _skipped(lines: Iterable[Line]) -> list[tuple[str, list[str]]]:
     """Reason → what it skipped, the most frequent first."""
     found: dict[str, list[str]] = {}
@@ -245,7 +130,7 @@ def _skipped(lines: Iterable[Line]) -> list[tuple[str, list[str]]]:
 
 def _suites(lines: Iterable[Line]) -> list[SuiteView]:
     suites: dict[str, list[CaseView]] = {}
-    for (suite, case), own in _by_case(lines).items():
+    for (suite, case), own in by_case(lines).items():
         suites.setdefault(suite, []).append(CaseView(case, own))
     views = []
     for suite, cases in suites.items():
@@ -257,9 +142,13 @@ def _suites(lines: Iterable[Line]) -> list[SuiteView]:
 def _case_figures(lines: Iterable[Line]) -> list[Figure]:
     """Bars of every case in which anything was timed: its contestants side by side, a group a direction."""
     figures = []
-    for (suite, case), own in _by_case(lines).items():
-        timed = [line for line in own if line.value("ms") is not None]
+    for (suite, case), own in by_case(lines).items():
+        race = any(line.value("qps") is not None for line in own)
+        timed = [line for line in own if line.value("qps" if race else "ms") is not None]
         if not timed:
+            continue
+        if race:
+            figures.append(_race_figure(suite, case, own))
             continue
         # Work per second where all have it; a contestant without useful FLOPs can only be compared by its time.
         metric = "tflops" if all(_positive(line.value("tflops")) for line in timed) else "ms"
@@ -279,12 +168,26 @@ def _case_figures(lines: Iterable[Line]) -> list[Figure]:
     return figures
 
 
+def _race_figure(suite: str, case: str, lines: list[Line]) -> Figure:
+    """Bars of a race: samples a second, each contestant at its own batch size."""
+    bars = [_bar(line, "qps", 1.0) for line in lines if line.row("qps")]
+    plot = plots.bars([("training", bars)], unit="samples/s", title=f"{case}: samples/s against peers")
+    note = f"{suite} · samples/s, higher is better; whisker: 95 % interval of the median"
+    header = ["contestant", "status", "samples/s", COLUMNS["interval"], "batch and remarks"]
+    table = [
+        [o.impl, o.status, number(o.value("qps")), o.cells.get("interval", "–"), row.reason]
+        for o in lines
+        if (row := o.row("qps"))
+    ]
+    return Figure(case, note, plot, header, table)
+
+
 def _bar(line: Line, metric: str, factor: float) -> Bar:
     value, ms, span = line.value(metric), line.value("ms"), line.interval
     low = high = None
-    if span and value is not None and ms and min(span) > 0:
+    if span and value is not None and (ms or metric == "qps") and min(span) > 0:
         # The interval is of the times; work per second goes with their inverse.
-        low, high = span if metric == "ms" else (value * ms / span[1], value * ms / span[0])
+        low, high = span if metric in ("ms", "qps") else (value * (ms or 0) / span[1], value * (ms or 0) / span[0])
     note = f"{line.status}: {line.problem}" if line.problem else line.status
     scaled = [None if one is None else one * factor for one in (value, low, high)]
     return Bar(line.impl, *scaled, role=line.role, note=note, failed=line.status in BAD)

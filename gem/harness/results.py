@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -64,14 +64,15 @@ class Row(BaseModel):
 
 
 PartOf = Literal["model", "optimizer", "recompute", "communication", "skew", "input", "rest"]
+PART_OF: tuple[PartOf, ...] = get_args(PartOf)
 
 
 class WaterfallPart(BaseModel):
-    """A part of the time of one training step, and what it is `of`; a slice of gem.efficiency. Parts add up to the step.
+    """A part of a training step's time, and what it is `of`: a slice of gem.efficiency. Parts add up to the step.
 
     model: useful compute of one module; recompute: activations computed a second time; communication: what no compute
-    hides; skew: waiting for the heaviest rank; input: waiting for samples; rest: what is left of the step. Below 0 where
-    modules that were timed alone take longer than together.
+    hides; skew: waiting for the heaviest rank; input: waiting for samples; rest: what is left of the step. `ms` is
+    below 0 where modules that were timed alone took longer than together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

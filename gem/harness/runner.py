@@ -18,7 +18,7 @@ from gem.harness.case import AnyCase, Case, MeasuredCase, ops_only
 from gem.harness.events import Event
 from gem.harness.measuring import run_measured
 from gem.harness.needs import check_needs
-from gem.harness.results import Document, Interrupted, Row
+from gem.harness.results import Document, Interrupted, Row, waterfall_key
 from gem.harness.score import apply_expectations, correctness_rows, row, throughput_rows
 from gem.harness.session import RunOptions, Session, open_session
 
@@ -66,7 +66,8 @@ def run(cases: Sequence[AnyCase], *, options: RunOptions, on_event: OnEvent = la
             raise Interrupted(document) from stop
         finally:
             document.fixtures, document.ceilings = session.fixtures, session.ceilings
-            document.waterfalls = session.waterfalls
+            told = {waterfall_key(one.case_id, one.impl) for one in document.rows}  # of a case cut short there are none
+            document.waterfalls = {key: parts for key, parts in session.waterfalls.items() if key in told}
         on_event(Event("run_finished", total=len(cases)))
     return document
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gem.harness import names
 from gem.harness.case import AnyCase, Case
 from gem.harness.names import PEERS, RATIO_PREFIX
 from gem.harness.needs import Facts, check_needs
@@ -17,6 +18,7 @@ from gem.harness.progress import STYLES
 from gem.harness.results import Document, Row, Status, case_status, worst
 from gem.harness.timing import summarize
 
+TIMED = ("ms", "qps")  # metrics with the single measurements behind them
 PLAIN_WIDTH = 200  # columns of a table that goes to a file or a pipe, where no window says how wide
 
 
@@ -107,7 +109,7 @@ class Line:
     impl: str
     direction: str
     values: dict[str, float | None] = field(default_factory=dict)  # metric → value
-    samples: list[float] = field(default_factory=list)  # ms
+    samples: list[float] = field(default_factory=list)  # of ms, or of qps in a race
     statuses: list[Status] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)  # the reasons but those of a passing check
@@ -121,7 +123,7 @@ class Line:
         """Take up one row of the document."""
         self.values[row.metric] = row.value
         self.statuses.append(row.status)
-        if row.metric == "ms":
+        if row.metric in TIMED:
             self.samples = row.samples
         if row.reason and row.reason not in self.reasons:
             self.reasons.append(row.reason)
@@ -137,12 +139,11 @@ class Line:
     @property
     def few(self) -> bool:
         """Timed too few times for a 95 % interval: the extremes of five samples hold the median with 94 %."""
-        return "ms" in self.values and len(self.samples) < 6
+        return any(metric in self.values for metric in TIMED) and len(self.samples) < 6
 
-    @property
-    def ms(self) -> str:
+    def timing(self, metric: str) -> str:
         """``12.3 ± 0.2``: the median and how far its 95 % interval reaches; ``12.3 (3 runs)`` where there is none."""
-        value = self.values.get("ms")
+        value = self.values.get(metric)
         if value is None:
             return ""
         if self.few:
@@ -150,6 +151,10 @@ class Line:
         found = summarize(self.samples)
         reach = max(found.high - found.median, found.median - found.low)
         return f"{number(value)} ± {number(reach, digits=2)}"
+
+    def metric(self, name: str) -> str:
+        """The cell of a metric in a column of its own."""
+        return self.timing(name) if name in TIMED and self.samples else quantity(name, self.values.get(name))
 
 
 def lines_of(rows: list[Row]) -> list[Line]:
@@ -164,6 +169,18 @@ def lines_of(rows: list[Row]) -> list[Line]:
         if row.metric.startswith(RATIO_PREFIX) and row.status == "skipped" and peer is not None and peer.reasons:
             lines[row.suite, row.case, row.impl, row.direction].drop(row.reason)
     return list(lines.values())
+
+
+def quantity(metric: str, value: float | None) -> str:
+    """A metric's value as people read it: shares in per cent, bytes in MiB or GiB, the rest as a number."""
+    known = names.metric(metric)
+    if value is None or known is None:
+        return number(value)
+    if known.unit == "share":
+        return f"{number(100 * value)} %"
+    if known.unit == "B" and value >= 2**20:
+        return f"{number(value / 2**30)} GiB" if value >= 2**30 else f"{number(value / 2**20)} MiB"
+    return number(value)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -201,7 +218,8 @@ def results_tables(document: Document, verbose: bool = False) -> list[Table | st
 
 def _quiet_cases(lines: list[Line]) -> set[str]:
     """Cases in which nothing was timed or expected, and everything passed."""
-    loud = {line.case for line in lines if line.status != "pass" or not set(line.values) <= {"max_error"}}
+    checks = {"max_error"}
+    loud = {one.case for one in lines if one.status != "pass" or not one.direction or not set(one.values) <= checks}
     return {line.case for line in lines} - loud
 
 
@@ -222,22 +240,25 @@ def _suite_table(suite: str, lines: list[Line], verbose: bool) -> Table:
     timed = any("ms" in line.values for line in lines)
     factor, unit = flops_unit(lines)
     heads = [f"× {ratio.removeprefix(RATIO_PREFIX)}" for ratio in ratios]
-    numeric = (*(("ms", unit, "roofline") if timed else ()), *heads, "max error", *others)
-    table = _table(suite, "case", "contestant", "dir", *numeric, "status", "notes", right=numeric)
+    directed = any(line.direction for line in lines)
+    checked = directed or any("max_error" in line.values for line in lines)
+    numeric = (*(("ms", unit, "roofline") if timed else ()), *heads, *(("max error",) if checked else ()), *others)
+    where = ("contestant", "dir") if directed else ("contestant",)
+    table = _table(suite, "case", *where, *numeric, "status", "notes", right=numeric)
     previous = ""
     for line in lines:
         if previous and previous != line.case:
             table.add_section()
         share, flops = line.values.get("roofline"), line.values.get("tflops")
-        timing = (line.ms, number(flops and flops * factor), "" if share is None else f"{share:.0%}")
+        timing = (line.timing("ms"), number(flops and flops * factor), "" if share is None else f"{share:.0%}")
         table.add_row(
             line.case if line.case != previous else "",
             Text(line.impl, style="dim" if line.impl in PEERS else ""),
-            _SHORT.get(line.direction, line.direction),
+            *((_SHORT.get(line.direction, line.direction),) if directed else ()),
             *(timing if timed else ()),
             *(number(line.values.get(ratio)) for ratio in ratios),
-            number(line.values.get("max_error"), digits=2),
-            *(number(line.values.get(metric)) for metric in others),
+            *((number(line.values.get("max_error"), digits=2),) if checked else ()),
+            *(line.metric(metric) for metric in others),
             Text(line.status, style=STYLES[line.status]),
             "; ".join(line.reasons if verbose or line.status != "pass" else line.remarks),
         )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from result_rows import RACE
 
 from gem.errors import RequestError
 from gem.harness.markdown import fill, main, render_markdown
@@ -39,6 +40,16 @@ def test_nothing_is_left_out():
     assert "the peer was timed fewer than 6 times" in text
     assert "- nested error: killed by SIGSEGV (gdpa one fwd)" in text
     assert "- skipped: needs cuda (gdpa two)" in text
+
+
+def test_measured_cases_are_a_table_of_their_own():
+    text = render_markdown(Document(rows=[*ROWS, *RACE]))
+    assert "| gdpa one | gem torch fwd |" in text
+    assert "| case |  | qps | input_wait | peak_memory | × flex | check |" in text
+    assert "| e2e tiny | gem | 1,200 ± 10 | 1.25 % | 3.00 GiB | 3.00 | fail |" in text
+    assert "| e2e tiny | flex | 400 (2 runs) |  |  |  | pass |" in text
+    assert "- gem oom: out of memory (e2e gone)" in text
+    assert "GFLOP/s" not in render_markdown(Document(rows=RACE))
 
 
 def test_a_wrong_subject_is_not_called_right():

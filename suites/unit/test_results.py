@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from gem.errors import RequestError
-from gem.harness.results import Document, Row, case_status, own_status, read_document, write_document, write_text
+from gem.harness.results import (
+    Document,
+    Row,
+    WaterfallPart,
+    case_status,
+    own_status,
+    read_document,
+    write_document,
+    write_text,
+)
 
 
 def row(**given: object) -> Row:
@@ -96,6 +105,16 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     [
         (b"{", "document: Invalid JSON"),
         (b"[]", "document: Input should be an object"),
+        (
+            b'{"schema_version": 1, "waterfalls": {"s::a/gem": []}}',
+            "document: Value error, waterfalls in a document of",
+        ),
+        (b'{"waterfalls": {"s::a/gem": []}}', "document: Value error, waterfalls.s::a/gem: no row is of that case"),
+        (
+            b'{"waterfalls": {"k": [{"part": "x", "ms": 1, "of": "modle"}]}}',
+            "waterfalls.k.0.of: Input should be 'model'",
+        ),
+        (b'{"waterfalls": {"k": [{"part": "x", "ms": null, "of": "rest"}]}}', "waterfalls.k.0.ms: Input should be"),
         (b'{"schema_version": 3}', "schema_version: Input should be 1 or 2"),
         (b'{"rows": [{"suite": "s"}]}', "rows.0.case: Field required"),
         (b'{"rows": [], "notes": 1}', "notes: Extra inputs"),
@@ -127,3 +146,12 @@ def test_a_case_is_as_bad_as_the_worst_row_of_its_subject() -> None:
     assert own_status([]) == "error"
     rows = [row(case="b"), row(case="a", status="fail"), row(case="b", status="error"), row(case="a")]
     assert list(case_status(rows).items()) == [("suites/t.toml::b", "error"), ("suites/t.toml::a", "fail")]
+
+
+def test_waterfalls_belong_to_contestants_and_older_documents_have_none(tmp_path: Path) -> None:
+    parts = [WaterfallPart(part="tower", ms=3.5, of="model"), WaterfallPart(part="between", ms=-0.5, of="rest")]
+    document = Document(rows=[row(impl="gem", direction="")], waterfalls={"suites/t.toml::a/gem": parts})
+    assert read_document(write_document(document, tmp_path / "r.json")).waterfalls == document.waterfalls
+    old = tmp_path / "old.json"
+    old.write_text('{"schema_version": 1, "rows": []}')
+    assert (read_document(old).schema_version, read_document(old).waterfalls) == (1, {})

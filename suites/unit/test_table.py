@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from result_rows import ROWS, row
+from result_rows import RACE, ROWS, row
 from rich.console import Console
 
 from gem.harness.events import Event
@@ -70,6 +70,14 @@ def shown(rows: list[Row], verbose: bool = False) -> str:
 def test_a_metric_of_its_own_gets_a_column() -> None:
     text = shown([row(metric="qps", value=1234.0)])
     assert "qps" in text and "1,230" in text
+
+
+def test_measured_cases_have_no_direction_and_a_column_a_metric() -> None:
+    text = shown(RACE)
+    assert "dir" not in text and "max error" not in text
+    for cell in ("1,200 ± 10", "400 (2 runs)", "1.25 %", "3.00 GiB", "× flex", "3.00", "batch 64", "out of memory"):
+        assert cell in text, cell
+    assert "right within" not in shown([RACE[0].model_copy(update={"metric": "max_error", "samples": []})])
 
 
 def test_passing_checks_are_one_line_and_failing_ones_are_all_there() -> None:

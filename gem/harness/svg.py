@@ -1,0 +1,62 @@
+"""What the report's plots are drawn of: SVG text in the page's CSS classes; every text is escaped here."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Literal
+
+from markupsafe import Markup
+
+Role = Literal["subject", "peer"]  # the project's own, or a public contestant
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a person: `digits` significant ones, thousands grouped, no exponent between 1e-4 and 1e7."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if value == round(value) and abs(value) < 1e7:
+        return f"{round(value):,}"
+    size = abs(value)
+    if size < 1e-4 or size >= 1e7:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text on one line, cut to `limit` characters with an ellipsis."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def text(x: float, y: float, words: str, kind: str, tip: str = "") -> str:
+    """Words whose first letter stands at x, on the line y, with CSS class `kind`; `tip` shows under the pointer."""
+    hover = f"<title>{escape(tip)}</title>" if tip else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}{hover}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
+    """A rectangle from its upper left corner, with what shows under the pointer."""
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {size}><title>{escape(tip)}</title></rect>'
+
+
+def line(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
+    """A line."""
+    return f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
+
+
+def axis_line(x0: float, y0: float, x1: float, y1: float) -> str:
+    """A line that bars stand on."""
+    return line(x0, y0, x1, y1, "axis-line")
+
+
+def drawing(width: int, height: int, title: str, description: str, parts: Sequence[str]) -> Markup:
+    """The finished drawing: scales with its box, named and described for screen readers."""
+    name = escape(title)
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">'
+        f"<title>{name}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
+    )
