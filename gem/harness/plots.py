@@ -92,7 +92,7 @@ def bars(
 
     A bar without a value keeps its place and shows its note: a contestant that did not run is part of the picture.
     """
-    width, left, right, bar_h, gap = 540, 128, 108, 16, 7
+    width, left, right, bar_h, gap = 540, 128, max(108, 58 + 7 * len(unit)), 16, 7
     limit = max((max(b.value, b.high or 0) for _, group in groups for b in group if b.value is not None), default=0)
     scale = (width - left - right) / limit if limit > 0 else 0
     parts: list[str] = []
