@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from gem.data.reader_cost import Cost, as_cost, lengths_of
 from gem.data.reader_plan import Plan, Shuffle, steps_of
-from gem.data.reader_select import select
+from gem.data.reader_select import Picker, select
 from gem.data.reader_source import MemorySource, Sized, Source, StoredSource, read_checked, sizes_of, weigh
-from gem.data.samples import Samples, merge
+from gem.data.samples import Samples
 from gem.data.shuffling import STRATEGIES, Strategy, deal, group
 from gem.errors import RequestError
 
@@ -132,10 +132,10 @@ class Reader(IterableDataset[Samples]):
         """Those batches of a pool, numbered from 0."""
         if not wanted:
             return
-        samples, row_B, cost_B = self._pool(epoch, pool)
+        picker, row_B, cost_B = self._pool(epoch, pool)
         batches = self._divide(cost_B, self.plan.batches(pool), self.plan.generator(epoch, pool))
         for number in wanted:
-            yield select(samples, row_B[batches[number]])
+            yield picker.pick(row_B[batches[number]])
 
     def __iter__(self) -> Iterator[Samples]:
         worker = get_worker_info()
@@ -148,8 +148,8 @@ class Reader(IterableDataset[Samples]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": {}}
 
-    def _pool(self, epoch: int, pool: int) -> tuple[Samples, np.ndarray, np.ndarray]:
-        """(samples, the rows of the pool's B, their costs)."""
+    def _pool(self, epoch: int, pool: int) -> tuple[Picker, np.ndarray, np.ndarray]:
+        """(samples to pick from, the rows of the pool's B, their costs)."""
         parts, rows, costs, before, held = [], [], [], 0, {}
         for piece in self.plan.pieces(epoch, pool):
             chunk = held[piece.chunk] = self._chunk(piece.chunk)
@@ -164,7 +164,7 @@ class Reader(IterableDataset[Samples]):
             costs.append(cost[start:stop])
             before += len(chunk)
         self._held = held
-        return merge(parts), np.concatenate(rows), np.concatenate(costs)
+        return Picker(parts), np.concatenate(rows), np.concatenate(costs)
 
     def _chunk(self, index: int) -> Samples:
         return self._held.get(index) or read_checked(self.source, index, int(self.sizes_C[index]))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from gem.data.reader_cost import Cost, bounds
 from gem.data.reader_plan import Plan
-from gem.data.reader_select import select
+from gem.data.reader_select import Picker, select
 from gem.data.readers import READER_STRATEGIES, Batches, MemorySource, Reader, StoredSource
 from gem.data.samples import Events, Samples, merge
 from gem.data.schema import Schema
@@ -333,6 +333,26 @@ def test_select_is_the_samples_one_by_one(mean, rows):
         wanted = merge([samples.take(r, r + 1) for r in rows])
         assert torch.equal(found.sequences["history"].offsets, wanted.sequences["history"].offsets)
         assert found.keys.untyped_storage().nbytes() == found.keys.nbytes  # not a view of all
+
+
+def test_a_picker_of_several_parts_is_one_of_their_whole():
+    """Short and long samples, whose stretches cross the parts' edges, in turn gathered and copied."""
+    lengths = np.concatenate([np.zeros(3), np.full(20, 300), np.zeros(9), np.ones(40)]).astype(np.int64)
+    whole = samples_of(lengths)
+    picker = Picker([whole.take(a, b) for a, b in itertools.pairwise([0, 2, 10, 10, 26, 29, 50, 72])])
+    for rows in (
+        range(72),
+        range(30, 72),
+        range(5, 25),
+        range(22, 4, -1),
+        [0, 1, 27, 28],
+        [71, 3, 40, 4, 5],
+        range(28),
+    ):
+        found = picker.pick(np.array(rows, dtype=np.int64))
+        assert found.keys.tolist() == list(rows)
+        assert found.sequences["history"].lengths.tolist() == lengths[list(rows)].tolist()
+        check_whole(found)
 
 
 def test_a_stored_dataset_is_read_as_it_was_written(tmp_path):
