@@ -1,6 +1,9 @@
 """Measured cases: declared without lengths or directions, run in a worker, judged like any other; a fault is a row."""
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +184,51 @@ def test_options_that_concern_ops_leave_measured_cases_as_they_are() -> None:
     document = run([case], options=RunOptions(device="cpu", impls=["torch"], peers=["flex"]))
     assert {row.status for row in document.rows if row.metric == "max_error"} <= {"pass", "fail"}
     assert len(document.rows) == 2
+
+
+# ---- as pytest items
+
+CONFTEST = """
+import sys
+sys.path.insert(0, {here!r})
+import measured_subjects
+import pytest
+measured_subjects.register(pytest.MonkeyPatch())
+"""
+SUITE = """
+[suite]
+kind = "quality"
+subject = "sums"
+[[case]]
+name = "good"
+params = { n = 100 }
+expect = { max_error = "< 1e-3" }
+[[case]]
+name = "missed"
+params = { n = 100 }
+expect = { max_error = "< 1e-12" }
+[[case]]
+name = "crashes"
+params = { fault = "segfault" }
+[[case]]
+name = "away"
+params = { fault = "unsupported" }
+"""
+
+
+def test_a_measured_case_is_a_pytest_item_that_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(here=str(Path(__file__).parent)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "sums.toml").write_text(SUITE)
+    root = str(Path(names.__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "PYTEST_ADDOPTS": "", "COLUMNS": "150", "GEM_DEVICE": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-p", "gem.harness.pytest_plugin", "-p", "no:cacheprovider", "-rs", "-v"]
+    done = subprocess.run(
+        [*command, "-k", "quality and sums"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    out = done.stdout
+    outcomes = {"good": "PASSED", "missed": "FAILED", "crashes": "FAILED", "away": "SKIPPED"}
+    for case, outcome in outcomes.items():
+        assert any(line.startswith(f"sums.toml::{case} {outcome}") for line in out.splitlines()), out + done.stderr
+    assert "  fail    gem max_error = " in out and "expected max_error < 1e-12, is " in out
+    assert "  error   gem: killed by SIGSEGV" in out and "needs more than there is" in out
