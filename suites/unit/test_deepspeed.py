@@ -24,7 +24,7 @@ from gem.model import GemModel, ModelConfig
 from gem.train.optimizers import decays
 
 STEPS = 5
-LR, WEIGHT_DECAY = 2e-4, 0.1
+LR, WEIGHT_DECAY = 2e-4, 20.0  # so much that five steps show it
 RUNS: dict[int, list[tuple[Stage, Precision]]] = {
     1: [(2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16"), (2, "autocast")],
     2: [(2, "fp32"), (3, "fp32")],
