@@ -66,6 +66,7 @@ class Padded:
         self.batch, self.room = next(iter(events.ids.values())).shape
         lengths = events.lengths
         self.real_BL = torch.arange(self.room, device=lengths.device) < lengths[:, None]
+        self.share_B = lengths.clamp_min(1).float().reciprocal()
         self.ages = None
         if events.times is not None:
             last = events.times.gather(1, (lengths - 1).clamp_min(0)[:, None])
@@ -94,7 +95,7 @@ class Padded:
         size = max(_COARSE, left)
         q, k, v = (_chunks(x, size).transpose(2, 3) for x in (q, k, v))
         count, heads = q.shape[1:3]
-        # Chunks beside heads: the mask is the same for all samples, and CUDA's limit of 65,535 is for the first.
+        # Chunks beside heads, not beside samples: the one mask then serves all samples without a copy for each.
         k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 0, 0, 1, -1)), x], 3).flatten(1, 2) for x in (k, v))
         seen = _chunk_mask(count, size, left, q.device).repeat_interleave(heads, 0)
         out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=seen)
