@@ -114,7 +114,8 @@ class Dataset:
         """By sequence, int64 [rows of the row group]: events of each sample. Reads a sequence's smallest column."""
         if not self.schema.sequences:
             return {}
-        smallest = {one.name: self._smallest(file, row_group, sequence_columns(one)) for one in self.schema.sequences}
+        with _whole_file(self.files[file]):
+            smallest = {x.name: self._smallest(file, row_group, sequence_columns(x)) for x in self.schema.sequences}
         table = self._table(file, row_group, list(smallest.values()))
         path, before = self.files[file], sum(self.groups[file][:row_group])
         return {
@@ -216,7 +217,7 @@ def _open_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     events = {f"{one.name}.list.element": "DELTA_BINARY_PACKED" for one in schema if pa.types.is_list(one.type)}
     return pq.ParquetWriter(
         path, schema, compression="zstd", compression_level=1, write_page_checksum=True,
-        use_dictionary=[one.name for one in schema if not pa.types.is_list(one.type)],
+        use_dictionary=[one.name for one in schema if not pa.types.is_list(one.type)],  # type: ignore[arg-type]
         column_encoding=events or None,
     )  # fmt: skip
 
@@ -259,13 +260,14 @@ def _whole_file(path: Path) -> Iterator[None]:
 
 
 def _read_metadata(path: Path) -> tuple[Any, Schema]:
-    with _whole_file(path), pq.ParquetFile(path) as file:
-        metadata, found = file.metadata, file.schema_arrow
-    text = (found.metadata or {}).get(SCHEMA_KEY)
-    if text is None:
-        raise RequestError(f"{path}: no {SCHEMA_KEY.decode()} in its metadata; accepted: files of write_samples")
-    schema = read_schema(text, str(path))
-    check_types(found, schema, str(path))
+    with _whole_file(path):
+        with pq.ParquetFile(path) as file:
+            metadata, found = file.metadata, file.schema_arrow
+        text = (found.metadata or {}).get(SCHEMA_KEY)
+        if text is None:
+            raise RequestError(f"{path}: no {SCHEMA_KEY.decode()} in its metadata; accepted: files of write_samples")
+        schema = read_schema(text, str(path))
+        check_types(found, schema, str(path))
     return metadata, schema
 
 

@@ -128,6 +128,11 @@ def test_labels_that_do_not_fit():
         Builder(log, BuildConfig(labels=labels))
     log.values["click"][1] = 0  # where it is not defined no value is needed
     assert Builder(log, BuildConfig(labels=labels, split=(0.5, 0.25, 0.25))).report.labels["cvr"]["undefined"] == 2
+    # A value that is missing is not the value 0: rows that differ in that are no repeats.
+    same = Interactions.of("aab", "xxy", [1, 1, 2], {"click": np.zeros(3), "buy": np.array([0, np.nan, 0])})
+    assert Builder(same, BuildConfig(labels=labels)).report.duplicates == 0
+    gone = Interactions.of("aab", "xxy", [1, 1, 2], {"click": np.zeros(3), "buy": np.array([np.nan, np.nan, 0])})
+    assert Builder(gone, BuildConfig(labels=labels)).report.duplicates == 1
     for wrong in (
         dict(split=(0.5, 0.1, 0.1)),
         dict(split=(0.0, 0.5, 0.5)),

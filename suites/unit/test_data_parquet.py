@@ -138,13 +138,26 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "set").mkdir()
     write_samples(tmp_path / "set", SCHEMA, [draw(SCHEMA, 5)])  # an empty one is not
     before = {path: path.read_bytes() for path in (tmp_path / "set").iterdir()}
+
+    def work():
+        raise AssertionError("refused only after the work")
+        yield
+
     with pytest.raises(RequestError, match="set: the folder is not empty; accepted: a new or empty folder"):
-        write_samples(tmp_path / "set", SCHEMA, [draw(SCHEMA, 6)])
+        write_samples(tmp_path / "set", SCHEMA, work())
+
+    def while_others_write():
+        (tmp_path / "raced").mkdir()
+        (tmp_path / "raced" / "theirs").write_text("x")
+        yield draw(SCHEMA, 6)
+
+    with pytest.raises(RequestError, match="raced: the folder is not empty"):
+        write_samples(tmp_path / "raced", SCHEMA, while_others_write())
     assert {path: path.read_bytes() for path in (tmp_path / "set").iterdir()} == before
     (tmp_path / "file").write_text("x")
     with pytest.raises(RequestError, match="file: not a folder"):
         write_samples(tmp_path / "file", SCHEMA, [])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "set"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "raced", "set"]
 
 
 def test_an_error_among_the_batches_leaves_nothing(tmp_path):

@@ -78,6 +78,10 @@ VALUES = {
         seen(30, [1, 2, 3], [0, 1], [5, 5, 6]),
         "row 31, column seen.kind: a list of 2; accepted: 3 events, as in seen.ad",
     ),
+    "lists of two lengths, as many events in all": (
+        both(seen(30, [1, 2], [0], [5, 5]), seen(31, [1, 2], [0, 1, 1], [5, 5])),
+        "row 31, column seen.kind: a list of 1; accepted: 2 events, as in seen.ad",
+    ),
     "times fewer than events": (
         seen(30, [1, 2, 3], [0, 1, 1], [5, 5]),
         "row 31, column seen.time: a list of 2; accepted: 3 events, as in seen.ad",
@@ -180,13 +184,14 @@ def test_damage_anywhere_in_a_file_is_an_error_or_harmless(tmp_path):
     whole = path.read_bytes()
     rng = np.random.default_rng(0)
     refused = 0
-    for at in rng.integers(0, len(whole), 250).tolist():
+    for at in rng.integers(0, len(whole), 400).tolist():
         path.write_bytes(whole[:at] + bytes([whole[at] ^ int(rng.integers(1, 256))]) + whole[at + 1 :])
         try:
             data = Dataset.open(folder)
             if data.schema != SCHEMA or data.rows != 30:
                 continue  # the footer has no checksum
             found = data.read(0, 0)
+            data.lengths()
         except RequestError as error:
             assert str(path) in str(error)
             refused += 1
