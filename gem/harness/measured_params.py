@@ -1,7 +1,7 @@
 """The parameters of measured subjects, which are no op: load balance of readers, whole training runs. No torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -9,6 +9,7 @@ from gem.harness import names
 from gem.harness.params import Finite, Params, as_tuple
 
 Count = Annotated[int, Field(ge=1)]
+BalanceStrategy = Literal["none", "random", "bbs", "lpt", "samples", "budget", "global"]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -34,12 +35,40 @@ class RaceParams(Params):
 
 
 class BbsParams(Params):
-    """Batches of jagged samples dealt to ranks, as `gem.data.balance` simulates them.
+    """How evenly readers load the ranks (gem.data.balance), or how fast one merges samples (gem.data.reader_speed).
 
-    `correlation` is that of lengths inside a base batch: 0 = independent, near 1 = one user's samples together.
+    Lengths are lognormal around `median`; `correlation` is that of their logarithms inside a base batch: 0 = drawn
+    apart, near 1 = one user's samples together. `cost` is what the strategy balances, `judged` (None: the same) what is
+    measured.
     """
 
+    measure: Literal["balance", "merge_rate"] = "balance"
+    strategy: BalanceStrategy = "bbs"
+    median: Annotated[Finite, Field(ge=1)] = 700.0
+    batch: Count = 1024  # samples of a rank and step
+    base: Count = 128
+    pool: Count = 64  # base batches
+    seed: Annotated[int, Field(ge=0)] = 0
+    # of balance alone
     correlation: Share = 0.0
+    cost: Literal["tokens", "pairs"] = "tokens"
+    judged: Literal["tokens", "pairs"] | None = None
+    ranks: Count = 64
+    steps: Count = 16
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "BbsParams":
+        if self.batch % self.base or self.pool % (self.batch // self.base):
+            raise ValueError(
+                f"batch = {self.batch}, base = {self.base}, pool = {self.pool}; accepted: whole base batches in a "
+                "batch, whole batches in a pool"
+            )
+        if self.measure == "merge_rate":
+            told = sorted(self.model_fields_set & {"correlation", "cost", "judged", "ranks", "steps"})
+            if told or self.strategy == "global":
+                what = told[0] if told else 'strategy = "global"'
+                raise ValueError(f'{what} with measure = "merge_rate"; accepted: what one reader knows of')
+        return self
 
 
 class QualityParams(Params):
@@ -72,4 +101,6 @@ class MeasuredSubject:
         return tuple(name for name in self.racers if name not in names.PEERS)
 
 
-MEASURED: dict[str, MeasuredSubject] = {}
+MEASURED: dict[str, MeasuredSubject] = {
+    "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
+}

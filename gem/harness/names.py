@@ -21,10 +21,11 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a result row: its unit ('' for a plain number) and which way is better."""
+    """A metric of a result row: its unit ('' for a plain number), which way is better, digits to show of it."""
 
     unit: str
     better: Better
+    digits: int = 3
 
 
 METRICS: dict[str, Metric] = {
@@ -43,15 +44,16 @@ METRICS: dict[str, Metric] = {
     "input_wait": Metric("share", "lower"),  # of the step's time, spent waiting for samples
     "peak_memory": Metric("B", "lower"),
     # of what is learnt
-    "ne": Metric("", "lower"),  # normalised entropy: mean log loss / log loss of always predicting the base rate
-    "ne_floor": Metric("", "lower"),  # of the teacher that drew the labels: no model can do better
+    "ne": Metric("", "lower", 5),  # normalised entropy: mean log loss / log loss of always predicting the base rate
+    "ne_floor": Metric("", "lower", 5),  # of the teacher that drew the labels: no model can do better
     "ne_above_floor": Metric("share", "lower"),  # ne / ne_floor - 1
-    "auc": Metric("", "higher"),
+    "auc": Metric("", "higher", 4),
     "calibration": Metric("", "lower"),  # |mean prediction / mean label - 1|: as a distance, it has one better side
     # of load balance
-    "max_over_mean": Metric("x", "lower"),  # a step's heaviest rank over the ranks' mean, mean over steps
+    "max_over_mean": Metric("x", "lower", 5),  # a step's heaviest rank over the ranks' mean, mean over steps
     "share_closed": Metric("share", "higher"),  # of the gap between random batches and the best partition
     "bytes_moved": Metric("B", "lower"),  # between ranks, a step
+    "largest_batch": Metric("x", "lower"),  # samples of the largest batch over the mean: what memory must allow for
     "samples_per_s": Metric("1/s", "higher"),  # through the readers, on one core
 }
 RATIO_PREFIX = "ratio_to."

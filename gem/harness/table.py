@@ -180,7 +180,7 @@ def quantity(metric: str, value: float | None) -> str:
         return f"{number(100 * value)} %"
     if known.unit == "B" and value >= 2**20:
         return f"{number(value / 2**30)} GiB" if value >= 2**30 else f"{number(value / 2**20)} MiB"
-    return number(value)
+    return number(value, known.digits)
 
 
 def number(value: float | None, digits: int = 3) -> str:
