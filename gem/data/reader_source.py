@@ -133,7 +133,13 @@ def weigh(source: Source, size_C: np.ndarray, cost: Cost, batch: int) -> tuple[t
         lengths = known.chunk_lengths(chunk) if known else lengths_of(read_checked(source, chunk, size))
         costs.append(cost(lengths, size))
     cost_N = np.concatenate(costs) if costs else np.zeros(0)
-    least, most = limits = bounds(cost_N, batch)
-    weights = [float(np.clip(one, least, most).sum()) for one in costs]
-    unit = UNIT * max(len(cost_N), 1) / max(sum(weights), 1e-300)
-    return limits, np.maximum(np.rint(np.array(weights) * unit).astype(np.int64), size_C)
+    limits = bounds(cost_N, batch)
+    return limits, np.maximum(weights_of(costs, limits), size_C)
+
+
+def weights_of(costs: list[np.ndarray], limits: tuple[float, float]) -> np.ndarray:
+    """int64 [C]: the chunks' weights in units, the costs of whose samples are given."""
+    weights = [float(np.clip(one, *limits).sum()) for one in costs]
+    count = sum(map(len, costs))
+    unit = UNIT * count / sum(weights) if count else 0.0
+    return np.rint(np.array(weights) * unit).astype(np.int64)

@@ -18,7 +18,7 @@ What a rank sees depends on the source and the reader's arguments alone, not on 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,16 +29,13 @@ from gem.data.reader_plan import Plan, Shuffle, steps_of
 from gem.data.reader_select import Picker, select
 from gem.data.reader_source import MemorySource, Sized, Source, StoredSource, read_checked, sizes_of, weigh
 from gem.data.samples import Samples
-from gem.data.shuffling import STRATEGIES, Strategy, deal, group
+from gem.data.shuffling import READER_STRATEGIES, ReaderStrategy, divide
 from gem.errors import RequestError
 
 __all__ = [
     "READER_STRATEGIES", "Batches", "Cost", "MemorySource", "Reader", "ReaderStrategy", "Shuffle", "Sized", "Source",
     "StoredSource",
 ]  # fmt: skip
-
-ReaderStrategy = Strategy | Literal["samples", "budget"]
-READER_STRATEGIES: tuple[ReaderStrategy, ...] = (*STRATEGIES, "samples", "budget")
 
 
 class Reader(IterableDataset[Samples]):
@@ -81,7 +78,8 @@ class Reader(IterableDataset[Samples]):
             raise RequestError(f"rank {rank} of {ranks}; accepted: 0 to ranks - 1")
         if seed < 0 or (epochs is not None and epochs < 1):
             raise RequestError(f"seed {seed}, epochs {epochs}; accepted: seed >= 0, epochs >= 1 or None for no end")
-        self.source, self.strategy, self.cost, self.epochs = source, strategy, as_cost(cost), epochs
+        self.strategy: ReaderStrategy = strategy
+        self.source, self.cost, self.epochs = source, as_cost(cost), epochs
         self.batch, self.base, self.drop_last = batch, base, drop_last
         self.sizes_C = sizes_of(source)
         weight_C = self.sizes_C
@@ -133,7 +131,8 @@ class Reader(IterableDataset[Samples]):
         if not wanted:
             return
         picker, row_B, cost_B = self._pool(epoch, pool)
-        batches = self._divide(cost_B, self.plan.batches(pool), self.plan.generator(epoch, pool))
+        per_batch, generator = self.batch // self.base, self.plan.generator(epoch, pool)
+        batches = divide(cost_B, self.plan.batches(pool), per_batch, self.strategy, generator)
         for number in wanted:
             yield picker.pick(row_B[batches[number]])
 
@@ -168,16 +167,6 @@ class Reader(IterableDataset[Samples]):
 
     def _chunk(self, index: int) -> Samples:
         return self._held.get(index) or read_checked(self.source, index, int(self.sizes_C[index]))
-
-    def _divide(self, cost_B: np.ndarray, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-        """Indices of the samples of each of the pool's batches."""
-        if self.strategy in ("samples", "budget"):
-            return deal(cost_B, count, generator)
-        per_batch = self.batch // self.base
-        edges = np.arange(count * per_batch + 1) * len(cost_B) // (count * per_batch)
-        before_B = np.concatenate([[0.0], np.cumsum(cost_B)])
-        found = group(np.maximum(np.diff(before_B[edges]), 0), per_batch, cast(Strategy, self.strategy), generator)
-        return [np.concatenate([np.arange(edges[i], edges[i + 1]) for i in one]) for one in found]
 
 
 class Batches:

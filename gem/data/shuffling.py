@@ -18,6 +18,8 @@ from gem.errors import RequestError
 
 Strategy = Literal["none", "random", "bbs", "lpt"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+ReaderStrategy = Strategy | Literal["samples", "budget"]
+READER_STRATEGIES: tuple[ReaderStrategy, ...] = (*STRATEGIES, "samples", "budget")
 
 _GREEDY = 32  # rounds of deal that go by the batches' totals; by then what is left is too light to matter
 
@@ -69,6 +71,22 @@ def deal(cost_N: np.ndarray, batches: int, generator: np.random.Generator) -> li
     for index, batch in zip(rest, np.argsort(cost[dealt_MK].sum(0), kind="stable")[: len(rest)], strict=True):
         found[batch] = np.append(found[batch], index)
     return [found[i] for i in generator.permutation(batches)]
+
+
+def divide(
+    cost_N: np.ndarray, batches: int, per_batch: int, strategy: ReaderStrategy, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Indices of the samples of each of a pool's batches, by any strategy of a reader.
+
+    Those of base batches cut the pool into ``batches * per_batch`` of them, neighbours together, sizes differing by one
+    at most; the others deal single samples.
+    """
+    if strategy == "samples" or strategy == "budget":
+        return deal(cost_N, batches, generator)
+    edges = np.arange(batches * per_batch + 1) * len(cost_N) // (batches * per_batch)
+    before = np.concatenate([[0.0], np.cumsum(cost_N)])
+    found = group(np.maximum(np.diff(before[edges]), 0), per_batch, strategy, generator)
+    return [np.concatenate([np.arange(edges[i], edges[i + 1]) for i in one]) for one in found]
 
 
 def _costs(cost_N: np.ndarray) -> np.ndarray:
