@@ -6,13 +6,14 @@ ask), E width of a token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gem.data.samples import Events, Samples
-from gem.data.schema import Schema
+from gem.data.schema import Feature, Schema
 from gem.errors import RequestError
 from gem.model.config import ModelConfig
 from gem.model.interaction import InteractionLayer
@@ -52,10 +53,15 @@ class GemModel(nn.Module):
         self.tables = nn.ParameterDict(
             {table.name: nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
         )
-        self.features = nn.ModuleDict({f.name: nn.Linear(config.table_dim, config.dim) for f in schema.ids})
+        self.project = nn.ModuleDict(
+            {table.name: nn.Linear(config.table_dim, config.dim, bias=False) for table in schema.tables}
+        )
+        self.features = nn.ParameterDict({f.name: nn.Parameter(torch.randn(config.dim) * 0.05) for f in schema.ids})
         self.floats = _two_layers(len(schema.floats), config.dim) if schema.floats else None
         wanted = {name: schema.sequence(name) for name in (config.history, config.keys) if name is not None}
-        self.events = nn.ModuleDict({name: EventEmbedding(s, config) for name, s in wanted.items()})
+        self.events = nn.ModuleDict(
+            {name: EventEmbedding(s, [self._projects(f) for f in s.features], config) for name, s in wanted.items()}
+        )
         tokens = len(schema.ids) + bool(schema.floats)
         self.short_norm = self.short_pooling = None
         if config.keys is not None:
@@ -125,8 +131,12 @@ class GemModel(nn.Module):
 
     def flops(self, work: Work) -> float:
         """Useful FLOPs of a forward."""
-        own = work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.features, self.floats))
+        own_layers = [*(self._projects(f) for f in self.schema.ids), *_linears(self.floats)]
+        own = work.samples * sum(linear(1, f.in_features, f.out_features) for f in own_layers)
         return own + sum(part.flops(work) for part in self.parts().values())  # type: ignore[operator]
+
+    def _projects(self, feature: Feature) -> nn.Linear:
+        return cast(nn.Linear, self.project[feature.table])
 
     def _tokens(self, sequence: str, layout: Layout) -> Tensor:
         features = self.schema.sequence(sequence).features
@@ -146,7 +156,8 @@ class GemModel(nn.Module):
     def _non_sequence(self, samples: Samples, pooled: list[Tensor]) -> Tensor:
         """[B, M, E]."""
         tokens = [
-            self.features[f.name](self.lookup(samples.ids[f.name], self.tables[f.table])) for f in self.schema.ids
+            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[f.table])) + self.features[f.name]
+            for f in self.schema.ids
         ]
         if self.floats is not None:
             tokens.append(self.floats(samples.floats))

@@ -26,6 +26,8 @@ class Layout(Protocol):
         Tensor | None
     )  # int64 […]: seconds between an event and the latest of its sample; None where there are no times
 
+    share_B: Tensor  # fp32 [B]: 1 / number of events, 1 where there are none
+
     def spread(self, x_BE: Tensor) -> Tensor:
         """Each sample's row beside each of its events: […, E]."""
         ...
@@ -53,6 +55,7 @@ class Packed:
     def __init__(self, events: Events, impl: str = "auto") -> None:
         self.ids, self.offsets, self.impl = events.ids, events.offsets, impl
         self._total = next(iter(events.ids.values())).shape[0]
+        self.share_B = self.offsets.diff().clamp_min(1).float().reciprocal()
         self.ages = None
         if events.times is not None:
             self.ages = self.spread(_latest(events)[:, None])[:, 0] - events.times
