@@ -2,9 +2,13 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
+import tables_program
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -338,6 +342,25 @@ def test_no_step_allocates_with_the_table():
     with Shapes([dense]) as shapes:  # what this guards against is seen
         F.embedding(torch.tensor([1]), dense).sum().backward()
     assert shapes.most == 20_000
+
+
+def test_ranks_apply_the_mean_of_their_gradients_and_keep_the_same_bits(tmp_path):
+    """Also where ranks look up different numbers of rows, or one of them or both none."""
+    sizes = [(50, 20), (0, 9), (0, 0), (7, 0)]
+    command = [sys.executable, tables_program.__file__, str(tmp_path), *(f"{a},{b}" for a, b in sizes)]
+    subprocess.run(command, check=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (first, first_sums), (second, second_sums) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert torch.equal(first, second) and torch.equal(first_sums, second_sums)
+    weight, sums = table_of(30, 4).detach().double(), torch.zeros(30).double()
+    for step, counts in enumerate(sizes):
+        draws = [torch.Generator().manual_seed(10 * step + rank) for rank in (0, 1)]
+        both = [
+            (torch.randint(30, (n,), generator=d), torch.randn(n, 4, generator=d))
+            for n, d in zip(counts, draws, strict=True)
+        ]
+        weight, sums = adagrad_f64(weight, sums, *(torch.cat(x) for x in zip(*both, strict=True)), 0.1, scale=0.5)
+    torch.testing.assert_close(first.double(), weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first_sums.double(), sums, rtol=1e-5, atol=1e-6)
 
 
 # -- norms, clipping, state --------------------------------------------------------------------------------------------
