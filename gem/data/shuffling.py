@@ -66,7 +66,6 @@ def deal(cost_N: np.ndarray, batches: int, generator: np.random.Generator) -> li
         total += cost[dealt_MK[i]]
     zigzag = dealt_MK[_GREEDY:]
     zigzag[1::2] = zigzag[1::2, ::-1].copy()
-    zigzag[:, np.argsort(total, kind="stable")] = zigzag.copy()
     found = list(dealt_MK.T)
     for index, batch in zip(rest, np.argsort(cost[dealt_MK].sum(0), kind="stable")[: len(rest)], strict=True):
         found[batch] = np.append(found[batch], index)

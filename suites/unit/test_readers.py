@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from gem.data.reader_cost import Cost, bounds
 from gem.data.reader_plan import Plan
 from gem.data.reader_select import Picker, select
+from gem.data.reader_source import weights_of
 from gem.data.readers import READER_STRATEGIES, Batches, MemorySource, Reader, StoredSource
 from gem.data.samples import Events, Samples, merge
 from gem.data.schema import Schema
@@ -312,6 +313,11 @@ def test_pieces_tile_the_line(weights, ranks, steps, per_pool, seed):
                 start, stop = piece.range(weight_of[piece.chunk], len(weight_of[piece.chunk]))
                 found[piece.chunk] += stop - start
     assert found.tolist() == [len(of) if w else 0 for w, of in zip(weights, weight_of, strict=True)]
+
+
+def test_chunks_weigh_what_their_samples_do_within_bounds():
+    weights = weights_of([np.array([0.0, 100.0]), np.array([2.0, 1.0, 1.0])], (1.0, 2.0))
+    assert weights.tolist() == pytest.approx([3 / 7 * 5 * 2**20, 4 / 7 * 5 * 2**20], abs=1)
 
 
 def test_cost_by_hand():
