@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gem.data.build_config import BuildConfig
-from gem.data.shuffling import Strategy
+from gem.data.readers import ReaderStrategy
 from gem.data.synthetic import SyntheticConfig
 from gem.errors import RequestError
 from gem.model.config import ModelConfig, preset
@@ -54,7 +54,8 @@ class ReaderConfig(_Model):
     batch: Positive = 1024  # samples a rank and step
     base: Positive = 128  # samples of a base batch
     pool: Positive = 64  # base batches that are shuffled together
-    strategy: Strategy = "bbs"
+    strategy: ReaderStrategy = "samples"
+    cost: Literal["tokens", "pairs"] = "tokens"  # what is balanced
     workers: Annotated[int, Field(ge=0)] = 0
 
 
@@ -87,6 +88,8 @@ class TrainConfig(_Model):
             raise ValueError(f"reader.batch {self.reader.batch} is no multiple of reader.base {self.reader.base}")
         if self.decay == "cosine" and self.steps is None:
             raise ValueError('decay = "cosine" falls over steps; accepted: steps = a number beside it')
+        if self.reader.pool % (self.reader.batch // self.reader.base):
+            raise ValueError(f"reader.pool {self.reader.pool} base batches are no whole number of batches")
         self.sizes()
         return self
 

@@ -1,0 +1,207 @@
+"""The training loop: batches, steps, figures, evaluation, checkpoints. Alone or under torchrun.
+
+A run is exact: what it computes follows from configuration and data, and one that was stopped, at whatever moment, goes
+on from its last checkpoint as if it had not been (bit for bit on a CPU).
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem.data.readers import Batches, Reader
+from gem.data.samples import Samples, merge
+from gem.efficiency import mfu
+from gem.errors import RequestError
+from gem.train.checkpoint import Checkpoints, rng_state, set_rng_state
+from gem.train.config import TrainConfig
+from gem.train.local import measure_peak
+from gem.train.metrics import Quality
+from gem.train.profile import measure_efficiency
+from gem.train.records import Evaluation, Listener, Progress, Result
+from gem.train.sources import open_sources
+from gem.train.step import Stepper
+from gem.train.window import Closed, Window, memory_bytes
+from gem.train.world import World
+
+# What may change when a run goes on: how it is logged, checked and ended, and nothing that it learns from.
+_FREE = ("steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
+
+
+class Run:
+    """One run in one folder: ``Run(config, folder, world).train()``."""
+
+    def __init__(self, config: TrainConfig, folder: Path, world: World, listener: Listener | None = None) -> None:
+        self.config, self.folder, self.world = config, folder, world
+        self.tell = listener if listener is not None and world.first else Listener()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.sources = open_sources(config, folder, world, self.tell.say)
+        self.stepper = Stepper(self.sources.schema, config, world)
+        r = config.reader
+        self.reader = Reader(
+            self.sources.train, batch=r.batch, base=r.base, pool=r.pool, strategy=r.strategy, cost=r.cost,
+            seed=config.seed, epochs=None, rank=world.rank, ranks=world.size,
+        )  # fmt: skip
+        if not self.reader.steps:
+            raise RequestError(
+                f"{len(self.sources.train)} training samples do not fill a batch of {r.batch} on each of {world.size} "
+                "ranks; accepted: more samples, or a smaller reader.batch"
+            )
+        self.batches = Batches(self.reader, workers=r.workers, pin_memory=world.device.type == "cuda")
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
+        self.tasks = [task.name for task in self.sources.schema.tasks]
+        epochs = 1 if config.epochs is None and config.steps is None else config.epochs
+        ends = [config.steps, None if epochs is None else epochs * self.reader.steps]
+        self.total = min(end for end in ends if end is not None)
+        self._windows: list[Closed] = []
+
+    def train(self, resume: bool = True) -> Result:
+        """Train to the end; with ``resume`` from the last checkpoint of the folder, where there is one.
+
+        RequestError where a checkpoint is there and ``resume`` is False, or it is of another configuration.
+        """
+        result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
+        self._keep_config()
+        peak = measure_peak(self.world.device, self.config.precision)
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
+        self.tell.say(f"parameters: {counts}; {result.described}")
+        batch = self._loop(result, peak)
+        if batch is not None:
+            self._save()
+        if not result.evaluations or result.evaluations[-1].step != self.stepper.number:
+            self._evaluate(result)
+        if batch is not None and len(self._windows) > 1:  # the first one warms up
+            result.efficiency = measure_efficiency(self.stepper, self._windows[1:], batch, peak)
+        result.steps = self.stepper.number
+        return result
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _loop(self, result: Result, peak: float) -> Samples | None:
+        """Steps until the end. Returns the last batch; None where no step was left."""
+        config, batch = self.config, None
+        window = Window(self.tasks, self.stepper.model, self.world.device)
+        for batch in self._timed(window):
+            window.begin(batch)
+            on_device = batch.to(self.world.device)
+            window.end(self.stepper.step(on_device, window.clock.mark), on_device)
+            number, last = self.stepper.number, self.stepper.number == self.total
+            if last or number % config.log_every == 0:
+                self._report(result, window, peak)
+            if config.evaluate_every is not None and number % config.evaluate_every == 0:
+                self._evaluate(result)
+                window.restart()
+            if config.checkpoint_every is not None and number % config.checkpoint_every == 0 and not last:
+                self._save()
+                window.restart()
+        return batch
+
+    def _timed(self, window: Window) -> Iterator[Samples]:
+        """The batches that are left; the window learns how long they were waited for."""
+        stream = iter(self.batches)
+        while self.stepper.number < self.total:
+            start = time.perf_counter()
+            batch = next(stream)
+            window.waited += time.perf_counter() - start
+            yield batch
+
+    def _report(self, result: Result, window: Window, peak: float) -> None:
+        closed = window.close()
+        quality = Quality.from_state(self.tasks, self.world.sum(window.quality.state()))
+        own = torch.tensor([closed.samples, closed.flops], dtype=torch.float64, device=self.world.device)
+        samples, flops = self.world.sum(own).tolist()
+        now = Progress(
+            step=self.stepper.number, steps=self.total, epoch=(self.stepper.number - 1) // self.reader.steps,
+            loss=closed.loss, quality=quality.compute(), samples_per_s=samples / closed.seconds,
+            mfu=mfu(flops / self.world.size, closed.seconds, peak), wait=closed.waited / closed.seconds,
+            memory_bytes=memory_bytes(self.world.device), norm=closed.norm,
+        )  # fmt: skip
+        result.progress.append(now)
+        self._windows.append(closed)
+        self.tell.progress(now)
+        window.restart()
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, result: Result) -> None:
+        """Ranks take validation batches in turns. Floors are computed by the first rank, over all of them."""
+        if self.sources.valid is None:
+            return
+        quality, seen = Quality(self.tasks, self.world.device), []
+        for number, samples in enumerate(self._valid_batches()):
+            if number % self.world.size == self.world.rank:
+                on_device = samples.to(self.world.device)
+                quality.update(self.stepper.predict(on_device), on_device.labels)
+            if self.sources.floors is not None and self.world.first:
+                seen.append(samples)
+        total = Quality.from_state(self.tasks, self.world.sum(quality.state()))
+        floors = self.sources.floors(merge(seen)) if self.sources.floors is not None and seen else {}
+        found = Evaluation(self.stepper.number, total.compute(), {t: asdict(f) for t, f in floors.items()})
+        result.evaluations.append(found)
+        self.tell.evaluated(found)
+
+    def _valid_batches(self) -> Iterator[Samples]:
+        valid, size, given = self.sources.valid, self.config.reader.batch, 0
+        assert valid is not None
+        for index in range(valid.chunks):
+            chunk = valid.read_chunk(index)
+            for start in range(0, len(chunk), size):
+                if given == self.config.evaluate_batches:
+                    return
+                yield chunk.take(start, min(start + size, len(chunk)))
+                given += 1
+
+    # -- what is kept --------------------------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(state that all ranks share, state of this rank)."""
+        return self.stepper.state(), {"random": rng_state(), "batches": self.batches.state_dict()}
+
+    def _save(self) -> None:
+        self.tell.saved(self.checkpoints.save(self.stepper.number, *self._state()))
+
+    def _resume(self, resume: bool) -> int | None:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return None
+        if not resume:
+            raise RequestError(f"{latest}: there is a run already; accepted: go on with it, or another folder")
+        self._refuse_other_config()
+        shared, own = self.stepper.state(), {}
+        step = self.checkpoints.load(shared, own)
+        assert step is not None
+        self.stepper.number = step
+        self.batches.load_state_dict(own["batches"])
+        set_rng_state(own["random"])
+        self.tell.say(f"going on from {latest}")
+        return step
+
+    def _refuse_other_config(self) -> None:
+        try:
+            before = json.loads((self.folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{self.folder / 'config.json'}: {error}; accepted: the run's configuration") from None
+        now = json.loads(self.config.model_dump_json())
+        for name in now:
+            if name not in _FREE and before.get(name) != now[name]:
+                raise RequestError(
+                    f"{self.folder}: has a run with {name} = {before.get(name)!r}, not {now[name]!r}; accepted: the "
+                    "same, or another folder"
+                )
+
+    def _keep_config(self) -> None:
+        if self.world.first:
+            part = self.folder / "config.part"
+            part.write_text(self.config.model_dump_json(indent=1) + "\n")
+            part.rename(self.folder / "config.json")
+
+    def _parameters(self) -> dict[str, int]:
+        model = self.stepper.model
+        return {
+            "dense": sum(p.numel() for p in model.dense_parameters()),
+            "of tables": sum(p.numel() for p in model.tables.values()),
+        }
