@@ -38,29 +38,34 @@ _START = 1_700_000_000  # seconds; sample n is shown n seconds later
 
 
 class SyntheticConfig(BaseModel):
-    """Sizes, lengths and difficulty. Data of one ``teacher_seed`` and unlike seeds share the answer: train and test."""
+    """Sizes, lengths and difficulty. Data of one ``teacher_seed`` and unlike seeds share the answer: train and test.
+
+    The defaults are easy: what a model has to learn are a few dozen numbers, and labels of both kinds are plenty.
+    More categories, cohorts or rows, rarer labels, longer histories and ``drift`` make it harder; the floor says by
+    how much less can be known, not by how much longer it takes to learn.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     samples: Annotated[int, Field(ge=1, lt=2**40)] = 65_536
     chunk: Annotated[int, Field(ge=1, le=2**20)] = 4096  # samples drawn together
-    users: Rows = 256
-    items: Rows = 256
-    cohorts: Rows = 4  # of users
-    categories: Rows = 8  # of items
+    users: Rows = 128
+    items: Rows = 128
+    cohorts: Rows = 2  # of users
+    categories: Rows = 4  # of items
     signals: Rows = 3
-    floats: Annotated[int, Field(ge=0, le=1024)] = 4
+    floats: Annotated[int, Field(ge=0, le=1024)] = 3
     rank: Annotated[int, Field(ge=1, le=64)] = 2  # of user × item
     # A distribution of lengths, or the name of a profile (fixtures/lengths, or a .toml): of it the history is the long
     # side, the audience the keys of pattern cross. The distributions' own seeds count beside ``seed``.
-    history: AnyDistribution | str = Lognormal(kind="lognormal", median=12.0, sigma=0.7, min=0, max=64, seed=0)
-    audience: AnyDistribution | str = Uniform(kind="uniform", min=4, max=64, seed=0)
-    ctr: Rate = 0.3
-    cvr: Rate = 0.3  # of clicked samples
+    history: AnyDistribution | str = Lognormal(kind="lognormal", median=12.0, sigma=0.6, min=0, max=64, seed=0)
+    audience: AnyDistribution | str = Uniform(kind="uniform", min=4, max=16, seed=0)
+    ctr: Rate = 0.4
+    cvr: Rate = 0.4  # of clicked samples
     strength: Strength = 1.0  # of all terms together; 0: labels are noise, and the floor is 1
     history_strength: Strength = 1.0
     audience_strength: Strength = 1.0
-    individual: Share = 0.15  # how far a row differs from its cohort or category
+    individual: Share = 0.1  # how far a row differs from its cohort or category
     half_life: Annotated[float, Field(gt=0)] = 32.0  # events after which one counts half
     drift: Share = 0.0  # chance that the interests changed halfway through the history: then order matters much
     skew: Annotated[float, Field(ge=0, le=8)] = 1.0  # of popularity; 0: none
@@ -99,13 +104,24 @@ class Synthetic:
 
     def read_chunk(self, index: int) -> Samples:
         """Samples index * chunk … of the dataset. A longer dataset begins with the shorter one of the same seed."""
-        if not 0 <= index < self.chunks:
-            raise RequestError(f"synthetic data: chunk {index}; accepted: 0 to {self.chunks - 1}")
-        first = index * self.config.chunk
+        size, first = self._size(index), index * self.config.chunk
         key = (self.config.seed, 0, index)
         unlabelled = self._draw(key, np.arange(first, first + self.config.chunk))
         samples = replace(unlabelled, labels=self._labels(key, unlabelled))
-        return samples.take(0, min(self.config.chunk, len(self) - first))
+        return samples.take(0, size)
+
+    def chunk_sizes(self) -> list[int]:
+        """Samples of each chunk."""
+        whole, rest = divmod(self.config.samples, self.config.chunk)
+        return [self.config.chunk] * whole + [rest] * (rest > 0)
+
+    def chunk_lengths(self, index: int) -> dict[str, np.ndarray]:
+        """By sequence, int64 [B]: events of each sample of a chunk, without drawing the events."""
+        size, n = self._size(index), self.config.chunk
+        return {
+            "history": _drawn(self._history, (self.config.seed, 0, index, _HISTORY), n)[:size],
+            "audience": _drawn(self._audience, (self.config.seed, 0, index, _AUDIENCE), n)[:size],
+        }
 
     def teacher(self, samples: Samples) -> dict[str, Tensor]:
         """By task float64 [B]: P(click) and P(conversion | click), recomputed from the samples alone."""
@@ -120,6 +136,11 @@ class Synthetic:
         return self._teacher.floors(samples)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _size(self, index: int) -> int:
+        if not 0 <= index < self.chunks:
+            raise RequestError(f"synthetic data: chunk {index}; accepted: 0 to {self.chunks - 1}")
+        return min(self.config.chunk, self.config.samples - index * self.config.chunk)
 
     def _labels(self, key: tuple[int, ...], samples: Samples) -> dict[str, Tensor]:
         draws, chance = Draws(*key, _LABELS), self._teacher(samples)
