@@ -66,10 +66,10 @@ class SyntheticConfig(BaseModel):
     history_strength: Strength = 1.0
     audience_strength: Strength = 1.0
     individual: Share = 0.1  # how far a row differs from its cohort or category
-    half_life: Annotated[float, Field(gt=0)] = (
-        32.0  # events after which one counts half; short beside the histories: order matters
-    )
-    drift: Share = 0.0  # chance that the interests changed halfway through the history: then it matters more
+    # Events after which one counts half. Where that is few beside the histories' length, order matters; more so with
+    # drift, the chance that the interests changed halfway through the history.
+    half_life: Annotated[float, Field(gt=0)] = 32.0
+    drift: Share = 0.0
     skew: Annotated[float, Field(ge=0, le=8)] = 1.0  # of popularity; 0: none
     seed: Seed = 0
     teacher_seed: Seed = 0
