@@ -1,4 +1,4 @@
-"""The command line: gem run · list · doctor · report. A wrong request is one line on stderr and exit 2.
+"""The command line: gem run · list · train · doctor · report. A wrong request is one line on stderr and exit 2.
 
 torch is imported by `gem run` and `gem doctor` only, and only once the request is known to be right.
 """
@@ -252,6 +252,49 @@ def _read_lengths(file: Path, column: str | None, log_format: str | None, consol
         log = read_lengths(file, format=log_format, column=chosen, progress=progress)
     console.print(log.source)
     return log
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that says what to train, on what data.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The run's folder.  [default: results/<name of CONFIG>]"),
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Over the file's: --set reader.batch=512.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to go on from a checkpoint in the folder.")] = False,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results document.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report with the step's waterfall.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Train the GEM model, alone or as torchrun's processes: torchrun --nproc-per-node 8 -m gem train CONFIG.
+
+    A folder with a checkpoint is gone on with, as if the run had not been stopped. Exit 2: the request was wrong. 130:
+    interrupted; the last checkpoint stays.
+    """
+    from gem.train.config import load_config
+
+    for target in (json, html):
+        _check_writable(target)
+    checked = load_config(config, tuple(changes or ()))
+
+    from gem.harness import environment, table, training
+    from gem.train.loop import Run
+    from gem.train.world import join
+
+    place = Path("results") / config.stem if folder is None else folder
+    with join(device) as world:
+        if not world.first:
+            Run(checked, place, world).train(resume=not fresh)
+            return
+        with training.TrainingConsole(table.make_console(stderr=True), place) as console:
+            result = Run(checked, place, world, console).train(resume=not fresh)
+        document = training.document_of(result, config.stem, environment.capture(world.device.type))
+    document.request["argv"] = [re.sub(r"(^|=)/(?:.*/)?", r"\1", word) for word in context.obj]
+    _show(document, json, html, verbose=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Jagged inputs: length profiles (declared, exact by seed) and the lengths found in interaction logs."""
+"""Jagged inputs: length profiles, interaction logs, training samples on disk and from a teacher, readers."""

@@ -4,7 +4,7 @@ Legend: C chunks, B samples of a chunk, N samples of all.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -73,7 +73,6 @@ class StoredSource:
     def __init__(self, dataset: "Dataset") -> None:
         self.dataset, self.schema = dataset, dataset.schema
         self._where = [(file, group) for file, groups in enumerate(dataset.groups) for group in range(len(groups))]
-        self._lengths: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return self.dataset.rows
@@ -89,14 +88,7 @@ class StoredSource:
         return [rows for groups in self.dataset.groups for rows in groups]
 
     def chunk_lengths(self, index: int) -> Mapping[str, np.ndarray]:
-        if len(self.schema.sequences) != 1:
-            return lengths_of(self.read_chunk(index))
-        if not self._lengths:
-            self._lengths = np.split(self.dataset.lengths(), np.cumsum(self.chunk_sizes())[:-1])
-        return {self.schema.sequences[0].name: self._lengths[index]}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lengths": []}
+        return self.dataset.group_lengths(*self._where[index])
 
 
 def sizes_of(source: Source) -> np.ndarray:

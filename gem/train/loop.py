@@ -46,11 +46,6 @@ class Run:
             self.sources.train, batch=r.batch, base=r.base, pool=r.pool, strategy=r.strategy, cost=r.cost,
             seed=config.seed, epochs=None, rank=world.rank, ranks=world.size,
         )  # fmt: skip
-        if not self.reader.steps:
-            raise RequestError(
-                f"{len(self.sources.train)} training samples do not fill a batch of {r.batch} on each of {world.size} "
-                "ranks; accepted: more samples, or a smaller reader.batch"
-            )
         self.batches = Batches(self.reader, workers=r.workers, pin_memory=world.device.type == "cuda")
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
         self.tasks = [task.name for task in self.sources.schema.tasks]
@@ -66,22 +61,23 @@ class Run:
         """
         result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
         self._keep_config()
-        peak = measure_peak(self.world.device, self.config.precision)
+        self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")
-        batch = self._loop(result, peak)
+        batch = self._loop(result)
         if batch is not None:
             self._save()
         if not result.evaluations or result.evaluations[-1].step != self.stepper.number:
             self._evaluate(result)
         if batch is not None and len(self._windows) > 1:  # the first one warms up
-            result.efficiency = measure_efficiency(self.stepper, self._windows[1:], batch, peak)
+            self._peak = max(self._peak, measure_peak(self.world.device, self.config.precision))
+            result.efficiency = measure_efficiency(self.stepper, self._windows[1:], batch, self._peak)
         result.steps = self.stepper.number
         return result
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def _loop(self, result: Result, peak: float) -> Samples | None:
+    def _loop(self, result: Result) -> Samples | None:
         """Steps until the end. Returns the last batch; None where no step was left."""
         config, batch = self.config, None
         window = Window(self.tasks, self.stepper.model, self.world.device)
@@ -91,7 +87,7 @@ class Run:
             window.end(self.stepper.step(on_device, window.clock.mark), on_device)
             number, last = self.stepper.number, self.stepper.number == self.total
             if last or number % config.log_every == 0:
-                self._report(result, window, peak)
+                self._report(result, window)
             if config.evaluate_every is not None and number % config.evaluate_every == 0:
                 self._evaluate(result)
                 window.restart()
@@ -109,15 +105,17 @@ class Run:
             window.waited += time.perf_counter() - start
             yield batch
 
-    def _report(self, result: Result, window: Window, peak: float) -> None:
+    def _report(self, result: Result, window: Window) -> None:
         closed = window.close()
         quality = Quality.from_state(self.tasks, self.world.sum(window.quality.state()))
         own = torch.tensor([closed.samples, closed.flops], dtype=torch.float64, device=self.world.device)
         samples, flops = self.world.sum(own).tolist()
+        if closed.flops > self._peak * closed.seconds:  # other work may have slowed the peak's measurement
+            self._peak = max(self._peak, measure_peak(self.world.device, self.config.precision))
         now = Progress(
             step=self.stepper.number, steps=self.total, epoch=(self.stepper.number - 1) // self.reader.steps,
             loss=closed.loss, quality=quality.compute(), samples_per_s=samples / closed.seconds,
-            mfu=mfu(flops / self.world.size, closed.seconds, peak), wait=closed.waited / closed.seconds,
+            mfu=mfu(flops / self.world.size, closed.seconds, self._peak), wait=closed.waited / closed.seconds,
             memory_bytes=memory_bytes(self.world.device), norm=closed.norm,
         )  # fmt: skip
         result.progress.append(now)

@@ -58,9 +58,11 @@ class Stepper:
         if config.compile:
             losses.compile(dynamic=True)
         if world.size > 1:
-            tables = {f"model.tables.{name}" for name in self.model.tables}
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, list(tables))
-            losses = DistributedDataParallel(losses, gradient_as_bucket_view=True, broadcast_buffers=False)
+            # Tables' gradients are rows, exchanged by their optimizer; buffers are the same on every rank.
+            apart = [f"model.tables.{name}" for name in self.model.tables]
+            apart += [name for name, _ in losses.named_buffers()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, apart)
+            losses = DistributedDataParallel(losses, gradient_as_bucket_view=True)
         self._losses = losses
 
     def autocast(self) -> AbstractContextManager:

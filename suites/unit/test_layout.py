@@ -24,7 +24,7 @@ LAYERS = {
     "kernels": ("kernels",),
     "ops": ("precision",),
     "model": ("model",),
-    "train": ("train", "sharding", "memory"),
+    "train": ("train", "sharding", "memory", "baselines"),
     "harness": ("harness", "cli", "__main__"),
     "aside": ("data", "scale"),
 }
