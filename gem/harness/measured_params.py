@@ -1,7 +1,7 @@
 """The parameters of measured subjects, which are no op: load balance of readers, whole training runs. No torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -72,11 +72,32 @@ class BbsParams(Params):
 
 
 class QualityParams(Params):
-    """A training run on synthetic data whose lowest possible NE is known: `steps` of the model `preset`."""
+    """A training run (gem.train) on synthetic data whose lowest possible NE is known, judged on other samples of it.
 
+    `model` and `data` are laid over the preset's sizes and the synthetic data's, as `gem train` takes them; they are
+    checked when the case runs. `task` is the one that the metrics are of.
+    """
+
+    task: Literal["ctr", "cvr"] = "ctr"
     preset: str = "tiny"
-    steps: Count = 200
-    seed: int = 0
+    model: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    steps: Count = 300
+    batch: Count = 256
+    lr: Annotated[Finite, Field(gt=0)] = 3e-3
+    table_lr: Annotated[Finite, Field(gt=0)] = 0.05
+    warmup: Annotated[int, Field(ge=0)] = 40
+    precision: Literal["fp32", "bf16"] = "fp32"
+    valid_samples: Count = 16_384
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _said_once(self) -> "QualityParams":
+        for table, names_of in (("model", {"preset"}), ("data", {"samples"})):
+            told = sorted(set(getattr(self, table)) & names_of)
+            if told:
+                raise ValueError(f"{table}.{told[0]}: it follows from the other params; accepted: sizes")
+        return self
 
 
 # ---- which code measures what
@@ -103,4 +124,5 @@ class MeasuredSubject:
 
 MEASURED: dict[str, MeasuredSubject] = {
     "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
+    "quality": MeasuredSubject(QualityParams, ("quality",), "gem.harness.subject_quality:TrainedModel"),
 }

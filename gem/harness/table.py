@@ -88,10 +88,12 @@ def params_text(case: AnyCase) -> str:
         shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
     for name, info in type(params).model_fields.items():
         value = getattr(params, name)
-        if name in told or value == info.default:
+        if name in told or value == info.get_default(call_default_factory=True):
             continue
         if isinstance(value, bool):
             shown.append(name if value else f"no {name}")
+        elif isinstance(value, dict):
+            shown += [f"{name}.{key} {one}" for key, one in value.items()]
         else:
             shown.append(f"{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(shown)
