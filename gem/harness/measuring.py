@@ -3,7 +3,7 @@
 Whatever the code does (a crash, a hang, an out-of-memory, a metric that is no number) is a row with its reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gem.harness.case import MeasuredCase
 from gem.harness.measured import Findings
@@ -42,11 +42,14 @@ def progress_of(who: str, what: str, step: Callable[[str], None]) -> Callable[[i
     return lambda done, total: step(f"{who}: {what} {done:,}/{total:,}")
 
 
-def metric_rows(case: MeasuredCase, impl: str, found: Findings) -> list[Row]:
-    """One row a metric, in the order given; a metric told twice is an error, since only one of both can be meant."""
+def metric_rows(case: MeasuredCase, impl: str, found: Findings, told: Iterable[str] = ()) -> list[Row]:
+    """One row a metric, in the order given; a metric told twice is an error, since only one of both can be meant.
+
+    `told`: those that have a row already.
+    """
     rows: list[Row] = []
     for one in found.metrics:
-        again = any(earlier.metric == one.name for earlier in rows)
+        again = one.name in told or any(earlier.metric == one.name for earlier in rows)
         status, note = ("error", f"{one.name} is told twice") if again else ("pass", one.note)
         rows.append(row(case, impl, "", one.name, status, value=one.value, samples=list(one.samples), reason=note))  # type: ignore[arg-type]
     return rows

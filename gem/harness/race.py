@@ -174,7 +174,7 @@ def _lane_rows(case: MeasuredCase, name: str, lane: Lane) -> list[Row]:
         return [*rows, row(case, name, "", "qps", o.status, reason=o.reason)]
     samples, remarks = list(lane.qps.samples), "; ".join(o.remarks)
     rows.append(row(case, name, "", "qps", value=lane.qps.median, samples=samples, reason=remarks))
-    return rows + metric_rows(case, name, lane.found)
+    return rows + metric_rows(case, name, lane.found, told=("qps", "max_error"))
 
 
 def _ratios(case: MeasuredCase, lanes: dict[str, Lane]) -> list[Row]:

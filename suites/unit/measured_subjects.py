@@ -1,6 +1,7 @@
 """Shared by the tests of measured cases: small real subjects and contestants, and each fault that one can have."""
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -88,6 +89,7 @@ class Regression:
     def __init__(self, params: RaceParams, device: str) -> None:
         self.params, self.device = params, device
         self.generator = torch.Generator(device).manual_seed(params.seed)
+        self.steps_ms: list[float] = []  # one a turn
         self.answer_D = torch.randn(64, generator=self.generator, device=device)
         self.start()
 
@@ -130,12 +132,14 @@ class Regression:
     def turn(self) -> float:
         """One untimed step, then those that are timed."""
         self.train(self.ready.batch)
-        return timed(lambda: [self.train(self.ready.batch) for _ in range(self.params.turn_steps)])
+        seconds = timed(lambda: [self.train(self.ready.batch) for _ in range(self.params.turn_steps)])
+        self.steps_ms.append(1e3 * seconds / self.params.turn_steps)
+        return seconds
 
     def finish(self) -> list[Metric] | Findings:
-        """Where the time went, all of it in one part."""
+        """Its own account of a step's time, and where that went: all of it in one part."""
         part = Piece("regression", 1.0, "model")
-        return Findings([Metric("peak_memory", 256.0)], [part])
+        return Findings([Metric("ms", statistics.median(self.steps_ms)), Metric("peak_memory", 256.0)], [part])
 
 
 def timed(call: Callable[[], object]) -> float:

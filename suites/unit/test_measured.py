@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import measured_subjects
+import numpy as np
 import pytest
 from rich.console import Console
 
+from gem.data.logs import LogLengths
 from gem.errors import RequestError
 from gem.harness import measured_params, names
 from gem.harness.case import MeasuredCase, build_cases
@@ -184,6 +186,10 @@ def test_options_that_concern_ops_leave_measured_cases_as_they_are() -> None:
     document = run([case], options=RunOptions(device="cpu", impls=["torch"], peers=["flex"]))
     assert {row.status for row in document.rows if row.metric == "max_error"} <= {"pass", "fail"}
     assert len(document.rows) == 2
+    mine = LogLengths("log", np.array([3, 9]), "lengths", 2, "two users")
+    (strict,) = declare({"params": {"n": 5}, "expect": {"samples_per_s": ">= 1e15"}})
+    kept = run([strict], options=RunOptions(device="cpu", lengths=mine)).rows
+    assert [row.status for row in kept] == ["pass", "fail"]  # it promised nothing about lengths
 
 
 # ---- as pytest items

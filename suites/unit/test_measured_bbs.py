@@ -54,6 +54,14 @@ def test_max_over_mean_of_no_strategy_follows_from_the_lengths_alone() -> None:
     assert mean == pytest.approx(expected.mean(), abs=4 * expected.mean(1).std())
 
 
+def test_pairs_are_harder_to_balance_than_tokens_and_what_is_judged_may_differ() -> None:
+    tokens, pairs = (measure(strategy="random", cost=cost)["max_over_mean"].value for cost in ("tokens", "pairs"))
+    assert pairs > tokens
+    own = measure(strategy="budget", cost="pairs")["max_over_mean"].value
+    other = measure(strategy="budget", cost="tokens", judged="pairs")["max_over_mean"].value
+    assert own < other  # who balances tokens leaves pairs uneven
+
+
 def test_a_reader_merges_samples() -> None:
     params = BbsParams(measure="merge_rate", median=8.0)
     (rate,) = Bbs().measure(params, "cpu", lambda done, total: None)

@@ -57,6 +57,10 @@ def test_contestants_race_each_at_its_own_batch_size() -> None:
     assert ratio.better == "higher"
     # The pause costs the less the larger the batch; the largest did not fit.
     assert theirs.reason.startswith("batch 64 (others: 16 ") and "256 does not fit" in theirs.reason
+    own = pick(rows, "gem", "ms").value
+    batch = int(ours.reason.split()[1])
+    assert own is not None and batch in (16, 64, 256)
+    assert ours.value == pytest.approx(1e3 * batch / own, rel=0 if len(ours.samples) % 2 else 0.2)
     gap = pick(rows, "rowbyrow", "max_error")
     assert gap.value is not None and 0 <= gap.value < 1e-4 and "allowed 0.0001 relative" in gap.reason
     assert pick(rows, "gem", "peak_memory").value == 256.0
