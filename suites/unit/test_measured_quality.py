@@ -97,7 +97,8 @@ def test_a_param_is_said_once() -> None:
             declare(params)
 
 
-def test_the_suite_is_declared() -> None:
-    for case in load_suite(SUITE):
+@pytest.mark.parametrize("suite", ["quality", "floor"])
+def test_the_suites_are_declared(suite: str) -> None:
+    for case in load_suite(SUITE.with_stem(suite)):
         assert isinstance(case, MeasuredCase) and isinstance(case.params, QualityParams)
         config_of(case.params)  # its sizes exist
