@@ -20,7 +20,7 @@ def table_of(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.
 
 
 def adagrad_f64(
-    weight: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, lr: float, scale: float = 1.0
+    weight: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, lr: float, scale: float = 1.0, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:
     """The definition, row by row, over a dense float64 gradient."""
     weight, sums = weight.detach().double().clone(), sums.double().clone()
@@ -29,7 +29,7 @@ def adagrad_f64(
         dense[i] += row * scale
     for i in set(ids.flatten().tolist()):
         sums[i] += (dense[i] ** 2).sum() / weight.shape[1]
-        weight[i] -= lr * dense[i] / (sums[i].sqrt() + EPS)
+        weight[i] -= lr * dense[i] / (sums[i].sqrt() + eps)
     return weight, sums
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables_program import EPS, adagrad_f64, batches_of, table_of
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,26 +32,6 @@ from gem.train.optimizers import (
     split,
 )
 
-EPS = 1e-8
-
-
-def table_of(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Parameter:
-    return Parameter(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def adagrad_f64(
-    weight: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, lr: float, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """The definition, row by row, over a dense float64 gradient."""
-    weight, sums = weight.detach().double().clone(), sums.double().clone()
-    dense = torch.zeros_like(weight)
-    for i, row in zip(ids.flatten().tolist(), rows.reshape(-1, weight.shape[1]).double(), strict=True):
-        dense[i] += row * scale
-    for i in set(ids.flatten().tolist()):
-        sums[i] += (dense[i] ** 2).sum() / weight.shape[1]
-        weight[i] -= lr * dense[i] / (sums[i].sqrt() + EPS)
-    return weight, sums
-
 
 def train(
     optimizer: RowwiseAdagrad, table: Parameter, batches: list[tuple[Tensor, Tensor]], scale: float = 1.0
@@ -62,26 +43,21 @@ def train(
         optimizer.step(scale)
 
 
-def batches_of(sizes: list[int], rows: int, columns: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(seed)
-    return [(torch.randint(rows, (n,), generator=draw), torch.randn(n, columns, generator=draw)) for n in sizes]
-
-
 # -- the update --------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=30)
 @given(
     st.integers(1, 30), st.integers(1, 9), st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(0, 99),
-    st.sampled_from([1.0, 0.25]), st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1.0, 0.25]), st.sampled_from([0.0, 0.1]), st.sampled_from([EPS, 0.3]),
 )  # fmt: skip
-def test_updates_are_the_definition_in_float64(rows, columns, sizes, seed, scale, initial):
+def test_updates_are_the_definition_in_float64(rows, columns, sizes, seed, scale, initial, eps):
     table = table_of(rows, columns, seed)
-    optimizer = RowwiseAdagrad({"t": table}, lr=0.1, eps=EPS, initial=initial)
+    optimizer = RowwiseAdagrad({"t": table}, lr=0.1, eps=eps, initial=initial)
     weight, sums = table.detach().double(), torch.full((rows,), initial, dtype=torch.float64)
     for ids, gradient in batches_of(sizes, rows, columns, seed):
         train(optimizer, table, [(ids, gradient)], scale)
-        weight, sums = adagrad_f64(weight, sums, ids, gradient, 0.1, scale)
+        weight, sums = adagrad_f64(weight, sums, ids, gradient, 0.1, scale, eps)
     torch.testing.assert_close(table.detach().double(), weight, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(optimizer.sums["t"].double(), sums, rtol=1e-5, atol=1e-6)
 
@@ -354,11 +330,10 @@ def test_ranks_apply_the_mean_of_their_gradients_and_keep_the_same_bits(tmp_path
     weight, sums = table_of(30, 4).detach().double(), torch.zeros(30).double()
     for step, counts in enumerate(sizes):
         draws = [torch.Generator().manual_seed(10 * step + rank) for rank in (0, 1)]
-        both = [
-            (torch.randint(30, (n,), generator=d), torch.randn(n, 4, generator=d))
-            for n, d in zip(counts, draws, strict=True)
-        ]
-        weight, sums = adagrad_f64(weight, sums, *(torch.cat(x) for x in zip(*both, strict=True)), 0.1, scale=0.5)
+        both = [(torch.randint(30, (n,), generator=d), torch.randn(n, 4, generator=d))
+                for n, d in zip(counts, draws, strict=True)]  # fmt: skip
+        ids, rows = (torch.cat([pair[i] for pair in both]) for i in (0, 1))
+        weight, sums = adagrad_f64(weight, sums, ids, rows, 0.1, scale=0.5)
     torch.testing.assert_close(first.double(), weight, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(first_sums.double(), sums, rtol=1e-5, atol=1e-6)
 
