@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,32 @@ def test_what_a_kill_leaves_is_never_loaded_and_removed_by_the_next_save(tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001.old", "step-000003"]
     checkpoints.save(4, state_of(4))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
+    """As a kill would, stop after one file of each folder that is to go: of an old, a replaced and a forgotten one."""
+    checkpoints, remove = Checkpoints(tmp_path, keep=1), shutil.rmtree
+
+    def stopped(path: Path, **_: Any) -> None:
+        if path.exists():
+            next(p for p in path.iterdir() if p.name.endswith(".distcp")).unlink()
+            raise InterruptedError
+
+    def left(act: Callable[[], Any]) -> list[int]:
+        monkeypatch.setattr(shutil, "rmtree", stopped)
+        with pytest.raises(InterruptedError):
+            act()
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        found = checkpoints.steps()
+        assert [checkpoints.load(state_of(0), step=step) for step in found] == found
+        return found
+
+    checkpoints.save(1, state_of(1))
+    assert left(lambda: checkpoints.save(2, state_of(2))) == [2]
+    remove(tmp_path / "step-000001.part")
+    assert left(lambda: checkpoints.save(2, state_of(3))) == [2]
+    checkpoints.save(2, state_of(4))
+    assert left(lambda: checkpoints.forget_after(1)) == []
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
