@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gem.data.samples import Samples
 from gem.data.schema import Schema
 from gem.model import GemModel
+from gem.model.gem_model import key
 from gem.train.config import TrainConfig
 from gem.train.optimizers import DenseState, RowwiseAdagrad, clip, dense_optimizer, lookup, schedule
 from gem.train.world import World
@@ -49,7 +50,9 @@ class Stepper:
         torch.manual_seed(config.seed)  # ranks start alike
         self.config, self.world = config, world
         self.model = GemModel(schema, config.sizes(), lookup=lookup, **model).to(world.device)
-        self.table_optimizer = RowwiseAdagrad(dict(self.model.tables.items()), config.table_lr)
+        self.table_optimizer = RowwiseAdagrad(
+            {t.name: self.model.tables[key(t.name)] for t in schema.tables}, config.table_lr
+        )
         dense = [(n, p) for n, p in self.model.named_parameters() if not n.startswith("tables.")]
         self.dense_optimizer = dense_optimizer(dense, config.lr, weight_decay=config.weight_decay)
         self.dense_state = DenseState(self.dense_optimizer)
@@ -63,7 +66,8 @@ class Stepper:
             apart += [name for name, _ in losses.named_buffers()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, apart)
             losses = DistributedDataParallel(losses, gradient_as_bucket_view=True)
-        self._losses = losses
+            world.before_leaving(self._let_go)
+        self._losses: nn.Module | None = losses
 
     def autocast(self) -> AbstractContextManager:
         """Of forwards, in the run's precision."""
@@ -72,7 +76,9 @@ class Stepper:
         return torch.autocast(self.world.device.type, torch.bfloat16)
 
     def step(self, samples: Samples, mark: Callable[[str], None] = lambda name: None) -> StepResult:
-        """Learn from this rank's batch, which lies on its device."""
+        """Learn from this rank's batch, which lies on its device. RuntimeError once the ranks have parted."""
+        if self._losses is None:
+            raise RuntimeError("the ranks have parted: a Stepper steps inside the join that gave it its world")
         self._set_rates()
         tasks = list(samples.labels)
         counts = torch.stack([(~samples.labels[task].isnan()).sum() for task in tasks]).float()
@@ -107,6 +113,9 @@ class Stepper:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it; loaded in place."""
         return {"model": self.model, "dense": self.dense_state, "tables": self.table_optimizer}
+
+    def _let_go(self) -> None:
+        self._losses = None
 
     def _set_rates(self) -> None:
         c = self.config

@@ -1,9 +1,10 @@
 """The processes of a training run: alone, or as torchrun started them."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    _last: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def first(self) -> bool:
@@ -29,6 +31,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(x)
         return x
+
+    def before_leaving(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called before the ranks part: let go of what holds their process group.
+
+        DDP's reducer must not be its last holder. It frees the group with Python's lock held and waits for gloo's
+        threads, which need the lock to free their tensors: a rank in five or so hung for ever (torch 2.13).
+        """
+        self._last.append(act)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -59,8 +69,12 @@ def join(device: str = "auto") -> Iterator[World]:
         torch.cuda.set_device(where)
     if size > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    world = World(rank, size, where)
     try:
-        yield World(rank, size, where)
+        yield world
     finally:
+        for act in world._last:
+            act()
         if size > 1:
+            gc.collect()  # what was let go of may be held in a cycle
             dist.destroy_process_group()

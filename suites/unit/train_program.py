@@ -6,6 +6,7 @@ Rank 0 writes losses and final parameters to OUT.
 """
 
 import sys
+import weakref
 
 import torch
 from model_data import random_samples, small_schema
@@ -26,6 +27,7 @@ def batch(step: int, size: int):
 def main(out: str, size: int, steps: int) -> None:
     with join("cpu") as world:
         stepper = Stepper(small_schema(), parse_config(CONFIG, "test"), world)
+        ddp = weakref.ref(stepper._losses)
         share = size // world.size
         losses = []
         for step in range(steps):
@@ -33,6 +35,8 @@ def main(out: str, size: int, steps: int) -> None:
             losses.append(float(stepper.step(own).loss))
         if world.first:
             torch.save({"losses": losses, "model": stepper.model.state_dict()}, out)
+    if world.size > 1:  # while the stepper is still there: see World.before_leaving
+        assert ddp() is None, "DDP outlives its process group, and its end may wait for ever"
 
 
 if __name__ == "__main__":
