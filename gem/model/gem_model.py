@@ -51,16 +51,21 @@ class GemModel(nn.Module):
         super().__init__()
         self.schema, self.config, self.layout, self.lookup = schema, config, layout, lookup
         self.tables = nn.ParameterDict(
-            {table.name: nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
+            {key(table.name): nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
         )
         self.project = nn.ModuleDict(
-            {table.name: nn.Linear(config.table_dim, config.dim, bias=False) for table in schema.tables}
+            {key(table.name): nn.Linear(config.table_dim, config.dim, bias=False) for table in schema.tables}
         )
-        self.features = nn.ParameterDict({f.name: nn.Parameter(torch.randn(config.dim) * 0.05) for f in schema.ids})
+        self.features = nn.ParameterDict(
+            {key(f.name): nn.Parameter(torch.randn(config.dim) * 0.05) for f in schema.ids}
+        )
         self.floats = _two_layers(len(schema.floats), config.dim) if schema.floats else None
         wanted = {name: schema.sequence(name) for name in (config.history, config.keys) if name is not None}
         self.events = nn.ModuleDict(
-            {name: EventEmbedding(s, [self._projects(f) for f in s.features], config) for name, s in wanted.items()}
+            {
+                key(name): EventEmbedding(s, [self._projects(f) for f in s.features], config)
+                for name, s in wanted.items()
+            }
         )
         tokens = len(schema.ids) + bool(schema.floats)
         self.short_norm = self.short_pooling = None
@@ -84,11 +89,11 @@ class GemModel(nn.Module):
         )
         width = (tokens + summaries) * config.dim
         self.head_norm = nn.RMSNorm(config.dim)
-        self.heads = nn.ModuleDict({task.name: _Head(width, config.head_hidden) for task in schema.tasks})
+        self.heads = nn.ModuleDict({key(task.name): _Head(width, config.head_hidden) for task in schema.tasks})
 
     def forward(self, samples: Samples) -> dict[str, Tensor]:
         """fp32 logits [B] by task."""
-        layouts = {name: self.layout(samples.sequences[name]) for name in self.events}
+        layouts = {one.sequence: self.layout(samples.sequences[one.sequence]) for one in self._embeddings()}
         short, pooled = self._short(layouts)
         x_BME = self._non_sequence(samples, pooled)
         history = self.config.history
@@ -102,7 +107,7 @@ class GemModel(nn.Module):
                 summaries = [found_BNE]
             x_BME = interaction(torch.cat([x_BME, *summaries], 1))
         flat = self.head_norm(torch.cat([x_BME, *summaries], 1)).flatten(1)
-        return {task: head(flat) for task, head in self.heads.items()}
+        return {task.name: self.heads[key(task.name)](flat) for task in self.schema.tasks}
 
     def losses(self, samples: Samples) -> Losses:
         """Logits and binary cross-entropy; where a label is NaN its task learns nothing (CVR: ads not clicked)."""
@@ -122,12 +127,12 @@ class GemModel(nn.Module):
 
     def parts(self) -> dict[str, nn.Module]:
         """The layers that efficiency is told of, by name, in order; each has ``flops``, and together they are all."""
-        found: dict[str, nn.Module] = {f"events.{name}": module for name, module in self.events.items()}
+        found: dict[str, nn.Module] = {f"events.{one.sequence}": one for one in self._embeddings()}
         if self.short_pooling is not None:
             found["short_pooling"] = self.short_pooling
         found |= {f"tower.{number}": layer for number, layer in enumerate(self.tower)}
         found |= {f"interaction.{number}": layer for number, layer in enumerate(self.interactions)}
-        return found | {f"head.{task}": head for task, head in self.heads.items()}
+        return found | {f"head.{task.name}": self.heads[key(task.name)] for task in self.schema.tasks}
 
     def flops(self, work: Work) -> float:
         """Useful FLOPs of a forward."""
@@ -135,13 +140,16 @@ class GemModel(nn.Module):
         own = work.samples * sum(linear(1, f.in_features, f.out_features) for f in own_layers)
         return own + sum(part.flops(work) for part in self.parts().values())  # type: ignore[operator]
 
+    def _embeddings(self) -> list[EventEmbedding]:
+        return [cast(EventEmbedding, one) for one in self.events.values()]
+
     def _projects(self, feature: Feature) -> nn.Linear:
-        return cast(nn.Linear, self.project[feature.table])
+        return cast(nn.Linear, self.project[key(feature.table)])
 
     def _tokens(self, sequence: str, layout: Layout) -> Tensor:
         features = self.schema.sequence(sequence).features
-        rows = [self.lookup(layout.ids[f.name], self.tables[f.table]) for f in features]
-        return self.events[sequence](rows, layout)
+        rows = [self.lookup(layout.ids[f.name], self.tables[key(f.table)]) for f in features]
+        return self.events[key(sequence)](rows, layout)
 
     def _short(self, layouts: dict[str, Layout]) -> tuple[Tensor | None, list[Tensor]]:
         """Normed tokens of the short sequence, and its summaries."""
@@ -156,7 +164,7 @@ class GemModel(nn.Module):
     def _non_sequence(self, samples: Samples, pooled: list[Tensor]) -> Tensor:
         """[B, M, E]."""
         tokens = [
-            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[f.table])) + self.features[f.name]
+            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[key(f.table)])) + self.features[key(f.name)]
             for f in self.schema.ids
         ]
         if self.floats is not None:
@@ -177,6 +185,11 @@ class _Head(nn.Module):
 
     def flops(self, work: Work) -> float:
         return work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.layers))
+
+
+def key(name: str) -> str:
+    """What a table, feature, sequence or task is called in torch's dicts, which have methods called items and keys."""
+    return f"of_{name}"
 
 
 def _two_layers(fan_in: int, dim: int) -> nn.Sequential:

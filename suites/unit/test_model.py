@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem.data.samples import Events, Samples, merge
+from gem.data.schema import Schema
 from gem.errors import RequestError
 from gem.model import GemModel, ModelConfig
 from gem.model.config import PRESETS, preset
@@ -110,11 +111,11 @@ def test_losses_are_of_defined_labels_alone():
         assert int(found.counts[task]) == int(defined.sum())
     # A sample that was not clicked must not move the CVR head.
     found.sums["cvr"].backward()
-    gradient = model.heads["cvr"].layers[0].weight.grad.clone()  # type: ignore[union-attr,index]
+    gradient = model.heads["of_cvr"].layers[0].weight.grad.clone()  # type: ignore[union-attr,index]
     clicked = [i for i in range(6) if samples.labels["ctr"][i] == 1]
     model.zero_grad()
     model.losses(merge([samples.take(i, i + 1) for i in clicked])).sums["cvr"].backward()
-    torch.testing.assert_close(model.heads["cvr"].layers[0].weight.grad, gradient, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr,index]
+    torch.testing.assert_close(model.heads["of_cvr"].layers[0].weight.grad, gradient, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr,index]
 
 
 def test_no_label_at_all_is_no_nan():
@@ -149,6 +150,29 @@ def test_sums_over_events_in_the_backward_of_spread():
     layout.spread(y).backward(rows)
     assert y.grad is not None
     torch.testing.assert_close(y.grad[3].double(), rows[75:205].double().sum(0), rtol=8e-3, atol=1e-2)
+
+
+def test_names_that_dicts_of_modules_have_for_themselves():
+    """keys, items and the like are methods of torch's dicts, and are plausible names of tables and tasks."""
+    text = small_schema().model_dump_json()
+    for name, other in {"item": "items", "user": "keys", "cvr": "pop", "audience": "values"}.items():
+        text = text.replace(f'"{name}"', f'"{other}"')
+    schema = Schema.model_validate_json(text)
+    model = GemModel(schema, ModelConfig(keys="values"))
+    samples = random_samples(HISTORY, AUDIENCE)
+    history, audience = samples.sequences["history"], samples.sequences["audience"]
+    renamed = Samples(
+        samples.keys, {"keys": samples.ids["user"], "items": samples.ids["item"]}, samples.floats,
+        {
+            "history": Events(
+                history.offsets, {"items": history.ids["item"], "signal": history.ids["signal"]}, history.times
+            ),
+            "values": Events(audience.offsets, {"keys": audience.ids["user"]}),
+        },
+        {"ctr": samples.labels["ctr"], "pop": samples.labels["cvr"]},
+    )  # fmt: skip
+    assert set(model(renamed)) == {"ctr", "pop"}
+    assert {"events.values", "head.pop"} <= set(model.parts())
 
 
 def test_presets_and_names():
