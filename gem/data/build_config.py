@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gem.data.schema import Name
-from gem.errors import RequestError
 
 Column = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -91,16 +90,6 @@ class BuildConfig(_Model):
     def value_columns(self) -> list[str]:
         """The columns of numbers that are read, each once."""
         return list(dict.fromkeys([*(one.column for one in self.labels), self.signal_used.column]))
-
-
-def read_config(values: dict[str, Any], where: str) -> BuildConfig:
-    """A config from plain values; RequestError naming ``where`` and the field when they are none."""
-    try:
-        return BuildConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{where}: build{'.' if path else ''}{path}: {first['msg']}") from None
 
 
 @dataclass(frozen=True)
