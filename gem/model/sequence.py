@@ -20,7 +20,7 @@ from gem.model.work import Work, attend, linear
 
 SCORE_BOUND = 2.0
 # GDPA adds up over the keys, and its weights are not made to sum to 1. Divided by their number it says which share of
-# the keys a query found; a norm in that place would forget the share (NE of synthetic data: 0.81, not 0.67).
+# the keys a query found; a norm in that place would forget the share.
 
 
 class EventEmbedding(nn.Module):

@@ -78,8 +78,8 @@ def _records(table: Tensor) -> list[GradientRows]:
 def summed(parts: Sequence[GradientRows]) -> GradientRows:
     """Distinct ids [U], ascending, and the fp32 sum [U, D] of the rows of each, added in the order of the parts.
 
-    embedding_dense_backward, with "U embeddings", adds rows of equal index: in order on a CPU; on a GPU it sorts and
-    adds in pieces of fixed length, without atomics. Both give the same bits in every run.
+    embedding_dense_backward, with "U embeddings", adds rows of equal index: in order on a CPU, which tests
+    hold to the same bits in every run. On a GPU torch's source sorts and adds pieces of fixed length; not tried there.
     """
     if len(parts) == 1 and parts[0].distinct:
         return parts[0]
