@@ -55,7 +55,7 @@ class Scenario:
 
 SCENARIOS = {
     "unequal": Scenario(tower=(0.1, 0.4)),
-    "heavier": Scenario(sample=0.06, windows=(([1], [1], [1, 3]), ([4], [4], [4, 12]))),
+    "heavier": Scenario(sample=0.05, windows=(([1], [1], [4, 1]), ([4], [4], [16, 4]))),
     "exchange": Scenario(last=0.3),
     "hidden": Scenario(backward=0.25, early=0.5),
 }

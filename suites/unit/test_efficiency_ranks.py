@@ -57,7 +57,7 @@ def mean(values: list[float]) -> float:
 
 @pytest.mark.parametrize("name", ["unequal", "heavier"])
 def test_skew_is_the_slowest_rank_above_the_mean(accounts, name):
-    """Heavier: 4 times the samples on rank 1, and the batch that is measured has 1.8 times the samples of the mean one."""
+    """Heavier: 4 times the samples on rank 1, and the batch that is measured has half the samples of the mean one."""
     compute = [slept(one, "computed") for one in accounts[name]]
     expected = max(compute) - mean(compute)
     assert expected == pytest.approx(0.15)
