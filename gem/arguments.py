@@ -100,7 +100,7 @@ def _refuse_forward_mode(op: str, *tensors: Tensor) -> None:
 
 def number(op: str, name: str, value: float) -> float:
     """A finite number."""
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and -math.inf < value < math.inf:  # math.isfinite of a traced float breaks the graph
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")

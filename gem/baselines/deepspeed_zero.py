@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -61,25 +62,37 @@ class DeepSpeedTrainer:
         )
         self._tasks = [task.name for task in model.schema.tasks]
 
-    def step(self, samples: Samples) -> Tensor:
+    def step(self, batch: Samples | Sequence[Samples]) -> Tensor:
         """Learn from this rank's batch, which lies on its device; the loss before it, fp32 [], not waited for.
 
-        The sum of the tasks' means over all ranks' samples, as in gem.train.
+        The sum of the tasks' means over all ranks' samples, as in gem.train. A batch in pieces is accumulated; all
+        ranks have as many.
         """
-        counts = torch.stack([(~samples.labels[task].isnan()).sum() for task in self._tasks]).float()
+        pieces = [batch] if isinstance(batch, Samples) else list(batch)
+        counts = torch.zeros(len(self._tasks), device=self.device)
+        for piece in pieces:
+            counts += torch.stack([(~piece.labels[task].isnan()).sum() for task in self._tasks])
         if self.ranks > 1:
             dist.all_reduce(counts)
-        if self.precision == "bf16":
-            samples = replace(samples, floats=samples.floats.bfloat16())
-        sums = self.engine(samples)
-        loss = (torch.stack([sums[task] for task in self._tasks]) / counts.clamp_min(1)).sum()
-        # DeepSpeed averages over ranks what is to be added up.
-        self.engine.backward(loss * self.ranks)
-        self.engine.step()
-        loss = loss.detach()
+        total = torch.zeros((), device=self.device)
+        for number, piece in enumerate(pieces):
+            # DeepSpeed's own count of pieces is fixed in its configuration.
+            self.engine.set_gradient_accumulation_boundary(number == len(pieces) - 1)
+            if self.precision == "bf16":
+                piece = replace(piece, floats=piece.floats.bfloat16())
+            sums = self.engine(piece)
+            loss = (torch.stack([sums[task] for task in self._tasks]) / counts.clamp_min(1)).sum()
+            # DeepSpeed averages over ranks what is to be added up.
+            self.engine.backward(loss * self.ranks)
+            self.engine.step()
+            total += loss.detach()
         if self.ranks > 1:
-            dist.all_reduce(loss)
-        return loss
+            dist.all_reduce(total)
+        return total
+
+    def set_table_lr(self, lr: float) -> None:
+        """AdamW's learning rate of the tables; that of the rest stays."""
+        self.engine.optimizer.param_groups[-1]["lr"] = lr
 
     def close(self) -> None:
         """Let go of memory, and leave the process group if it was made here. Safe to call twice."""
@@ -148,12 +161,14 @@ def _join(device: torch.device) -> bool:
 
 
 def _groups(losses: _LossSums, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for the dense part's matrices; none for the rest, tables among them."""
+    """Weight decay for the dense part's matrices; none for the rest; tables, without any, are the last group."""
     named = [(name.removeprefix("model."), p) for name, p in losses.named_parameters()]
-    decayed = {name: decays(name, p) and not name.startswith("tables.") for name, p in named}
+    tables = [p for name, p in named if name.startswith("tables.")]
+    dense = [(decays(name, p), p) for name, p in named if not name.startswith("tables.")]
     return [
-        {"params": [p for name, p in named if decayed[name] is wanted], "weight_decay": weight_decay if wanted else 0.0}
-        for wanted in (True, False)
+        {"params": [p for decayed, p in dense if decayed], "weight_decay": weight_decay},
+        {"params": [p for decayed, p in dense if not decayed], "weight_decay": 0.0},
+        {"params": tables, "weight_decay": 0.0},
     ]
 
 

@@ -59,18 +59,24 @@ def pad_events(events: Events) -> Events:
 class Padded:
     """One padded sequence of a batch, of ``pad``'s making or padded here: a gem.model.layout.Layout on [B, L, …]."""
 
+    along = 1
+
     def __init__(self, events: Events) -> None:
         if next(iter(events.ids.values())).dim() == 1:
             events = pad_events(events)
         self.ids = events.ids
-        self.batch, self.room = next(iter(events.ids.values())).shape
-        lengths = events.lengths
-        self.real_BL = torch.arange(self.room, device=lengths.device) < lengths[:, None]
+        lengths, room = events.lengths, next(iter(events.ids.values())).shape[1]
+        self.real_BL = torch.arange(room, device=lengths.device) < lengths[:, None]
         self.share_B = lengths.clamp_min(1).float().reciprocal()
         self.ages = None
         if events.times is not None:
             last = events.times.gather(1, (lengths - 1).clamp_min(0)[:, None])
             self.ages = torch.where(self.real_BL, last - events.times, 0)
+
+    @property
+    def room(self) -> int:
+        """Events of the longest sample, rounded up. Of a tensor, so that torch.compile knows that it varies."""
+        return self.real_BL.shape[1]
 
     def spread(self, x_BE: Tensor) -> Tensor:
         """See Layout."""
@@ -114,7 +120,10 @@ class Padded:
         """act(scale q kᵀ) v on these keys; q [B, H, LQ, D] or, for all samples, [H, N, D]; to [B, LQ or N, H, D]."""
         scores = q @ k.permute(0, 2, 3, 1)
         v = v.masked_fill(~self.real_BL[:, :, None, None], 0.0)
-        weights = _activate(activation, scores.device.type)(scores, scale)
+        if torch.compiler.is_compiling():
+            weights = ACTIVATIONS[activation](scores * scale)
+        else:
+            weights = _activate(activation, scores.device.type)(scores, scale)
         return (weights @ v.transpose(1, 2)).transpose(1, 2)
 
     def _rotated(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -132,13 +141,15 @@ class Padded:
 
     def _joined(self, chunks: Tensor) -> Tensor:
         """[B, C, …, H, D] or [B C, …, H, D] back to [B, L, H, D]."""
-        return chunks.reshape(self.batch, -1, *chunks.shape[-2:])[:, : self.room]
+        return chunks.reshape(self.real_BL.shape[0], -1, *chunks.shape[-2:])[:, : self.room]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
     """[B, L, H, D] to [B, C, size, H, D], the last one filled up with 0."""
     short = -x.shape[1] % size
-    return (F.pad(x, (0, 0, 0, 0, 0, short)) if short else x).unflatten(1, (-1, size))
+    if torch.compiler.is_compiling() or short:  # compiled code must not branch on it: one graph for all lengths
+        x = F.pad(x, (0, 0, 0, 0, 0, short))
+    return x.unflatten(1, (-1, size))
 
 
 def _chunk_mask(count: int, size: int, left: int, device: torch.device) -> Tensor:

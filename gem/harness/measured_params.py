@@ -34,6 +34,38 @@ class RaceParams(Params):
         return self
 
 
+class E2eParams(RaceParams):
+    """Training end to end (gem.train) beside the padded model, on synthetic samples without end.
+
+    Every contestant's optimizer step is of the same `step_samples` samples, in pieces of the size of `batches` that is
+    best for it, whose gradients are accumulated. `pieces` "samples": so many samples to a piece; "rows": so many times
+    1,024 rows of histories, padding included. Padded contestants' pieces are of samples of like length. `model` and
+    `data` are laid over the preset's sizes and the synthetic data's, as `gem train` takes them. `compile` names the
+    contestants whose model torch.compile gets. Figures of a step are of `row_steps` in a row. `stage` is ZeRO's.
+    """
+
+    step_samples: Count = 1024
+    pieces: Literal["samples", "rows"] = "samples"
+    preset: str = "tiny"
+    model: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    lr: Annotated[Finite, Field(gt=0)] = 1e-4
+    stage: Literal[2, 3] = 2
+    workers: Annotated[int, Field(ge=0)] = 0
+    row_steps: Count = 16
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "E2eParams":
+        odd = sorted(set(self.compile) - set(MEASURED["e2e"].racers))
+        if odd:
+            raise ValueError(f"compile: {odd[0]!r}; accepted: {', '.join(MEASURED['e2e'].racers)}")
+        if self.pieces == "samples" and self.batches[-1] > self.step_samples:
+            raise ValueError(f"batches of {self.batches[-1]}; accepted: up to step_samples = {self.step_samples}")
+        return self
+
+
 class BbsParams(Params):
     """How evenly readers load the ranks (gem.data.balance), or how fast one merges samples (gem.data.reader_speed).
 
@@ -123,6 +155,15 @@ class MeasuredSubject:
 
 
 MEASURED: dict[str, MeasuredSubject] = {
+    "e2e": MeasuredSubject(
+        E2eParams,
+        ("throughput",),
+        racers={
+            "gem": "gem.harness.subject_e2e:Gem",
+            "torch_padded": "gem.harness.subject_e2e:TorchPadded",
+            "deepspeed_padded": "gem.harness.subject_e2e:DeepSpeedPadded",
+        },
+    ),
     "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
     "quality": MeasuredSubject(QualityParams, ("quality",), "gem.harness.subject_quality:TrainedModel"),
 }

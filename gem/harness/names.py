@@ -90,6 +90,8 @@ PEERS: dict[str, Peer] = {
     "hstu": Peer(
         "generative-recommenders' Triton HSTU attention", "cuda, package:generative_recommenders.ops.triton", ("gdpa",)
     ),
+    "torch_padded": Peer("gem's trainer on padded batches, attention by torch", None, ("e2e",)),
+    "deepspeed_padded": Peer("the padded model in DeepSpeed's ZeRO", "package:deepspeed", ("e2e",)),
     "jfa_v1": Peer("gem's own first generation of the Triton kernels", "cuda, triton", ("jagged_attention",)),
 }
 

@@ -18,6 +18,7 @@ from gem.errors import RequestError
 from gem.model.config import ModelConfig
 from gem.model.interaction import InteractionLayer
 from gem.model.layout import Layout, Packed
+from gem.model.norms import RMSNorm
 from gem.model.sequence import EventEmbedding, Pooling, SequenceLayer
 from gem.model.work import Work, linear
 
@@ -50,6 +51,7 @@ class GemModel(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.schema, self.config, self.layout, self.lookup = schema, config, layout, lookup
+        self.compiled = False
         self.tables = nn.ParameterDict(
             {key(table.name): nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
         )
@@ -70,7 +72,7 @@ class GemModel(nn.Module):
         tokens = len(schema.ids) + bool(schema.floats)
         self.short_norm = self.short_pooling = None
         if config.keys is not None:
-            self.short_norm = nn.RMSNorm(config.dim)
+            self.short_norm = RMSNorm(config.dim)
             if config.pooled_keys:
                 self.short_pooling = Pooling(config.keys, config.pooled_keys, 0, config)
                 tokens += config.pooled_keys
@@ -88,7 +90,7 @@ class GemModel(nn.Module):
             [InteractionLayer(tokens + summaries, tokens, config) for _ in range(config.layers)]
         )
         width = (tokens + summaries) * config.dim
-        self.head_norm = nn.RMSNorm(config.dim)
+        self.head_norm = RMSNorm(config.dim)
         self.heads = nn.ModuleDict({key(task.name): _Head(width, config.head_hidden) for task in schema.tasks})
 
     def forward(self, samples: Samples) -> dict[str, Tensor]:
@@ -96,6 +98,7 @@ class GemModel(nn.Module):
         layouts = {one.sequence: self.layout(samples.sequences[one.sequence]) for one in self._embeddings()}
         short, pooled = self._short(layouts)
         x_BME = self._non_sequence(samples, pooled)
+        self._varies(x_BME)
         history = self.config.history
         summaries: list[Tensor] = []
         events = None if history is None else self._tokens(history, layouts[history])
@@ -104,8 +107,10 @@ class GemModel(nn.Module):
                 assert events is not None
                 keys = layouts.get(self.config.keys or "")
                 events, found_BNE = self.tower[number](events, layouts[history], x_BME, short, keys)
+                self._varies(events, layout=layouts[history])
                 summaries = [found_BNE]
             x_BME = interaction(torch.cat([x_BME, *summaries], 1))
+            self._varies(x_BME)
         flat = self.head_norm(torch.cat([x_BME, *summaries], 1)).flatten(1)
         return {task.name: self.heads[key(task.name)](flat) for task in self.schema.tasks}
 
@@ -134,6 +139,16 @@ class GemModel(nn.Module):
         found |= {f"interaction.{number}": layer for number, layer in enumerate(self.interactions)}
         return found | {f"head.{task.name}": self.heads[key(task.name)] for task in self.schema.tasks}
 
+    def compile_parts(self) -> None:
+        """torch.compile, in place, the parts that work on events, whose norms and activations are bound by memory.
+
+        Each by itself: equal layers share what was compiled for the first, and a part is the same code alone, where
+        Local MFU is measured, as in a step. Interactions and heads are products of large matrices on few rows.
+        """
+        self.compiled = True
+        for part in (*self.events.values(), *self.tower):
+            part.compile()
+
     def flops(self, work: Work) -> float:
         """Useful FLOPs of a forward."""
         own_layers = [*(self._projects(f) for f in self.schema.ids), *_linears(self.floats)]
@@ -149,7 +164,20 @@ class GemModel(nn.Module):
     def _tokens(self, sequence: str, layout: Layout) -> Tensor:
         features = self.schema.sequence(sequence).features
         rows = [self.lookup(layout.ids[f.name], self.tables[key(f.table)]) for f in features]
-        return self.events[key(sequence)](rows, layout)
+        self._varies(*rows, layout=layout)
+        tokens = self.events[key(sequence)](rows, layout)
+        self._varies(tokens, layout=layout)
+        return tokens
+
+    def _varies(self, *tensors: Tensor, layout: Layout | None = None) -> None:
+        """Tell torch.compile that samples and events will be others: else it compiles for the first batch's first."""
+        if not self.compiled:
+            return
+        along = 0 if layout is None else layout.along
+        of_layout = [] if layout is None else [x for x in vars(layout).values() if isinstance(x, Tensor)]
+        for x in (*tensors, *of_layout):
+            for dim in {0, min(along, x.dim() - 1)}:
+                torch._dynamo.maybe_mark_dynamic(x, dim)
 
     def _short(self, layouts: dict[str, Layout]) -> tuple[Tensor | None, list[Tensor]]:
         """Normed tokens of the short sequence, and its summaries."""
@@ -159,14 +187,17 @@ class GemModel(nn.Module):
         assert self.short_norm is not None
         tokens = self._tokens(name, layouts[name])
         pooled = [] if self.short_pooling is None else [self.short_pooling(tokens, layouts[name])]
-        return self.short_norm(tokens), pooled
+        normed = self.short_norm(tokens)
+        self._varies(normed, layout=layouts[name])
+        return normed, pooled
 
     def _non_sequence(self, samples: Samples, pooled: list[Tensor]) -> Tensor:
         """[B, M, E]."""
         tokens = [
-            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[key(f.table)])) + self.features[key(f.name)]
-            for f in self.schema.ids
+            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[key(f.table)])) for f in self.schema.ids
         ]
+        # In one type, autocast's: layers that get another one would be compiled anew.
+        tokens = [x + self.features[key(f.name)].to(x.dtype) for x, f in zip(tokens, self.schema.ids, strict=True)]
         if self.floats is not None:
             tokens.append(self.floats(samples.floats))
         found = [torch.stack(tokens, 1)] if tokens else []

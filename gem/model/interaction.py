@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gem.model.config import ModelConfig
+from gem.model.norms import RMSNorm
 from gem.model.work import Work, attend, linear
 
 
@@ -114,7 +115,7 @@ class Expert(nn.Module):
     def __init__(self, tokens: int, out: int, config: ModelConfig) -> None:
         super().__init__()
         self.interactions = nn.ModuleDict({kind: KINDS[kind](tokens, out, config) for kind in config.interactions})
-        self.norms = nn.ModuleDict({kind: nn.RMSNorm(config.dim) for kind in config.interactions})
+        self.norms = nn.ModuleDict({kind: RMSNorm(config.dim) for kind in config.interactions})
 
     def forward(self, x_BME: Tensor) -> Tensor:
         """[B, O, E]."""
@@ -132,7 +133,7 @@ class InteractionLayer(nn.Module):
     def __init__(self, tokens: int, out: int, config: ModelConfig) -> None:
         super().__init__()
         self.tokens, self.out, self.dim = tokens, out, config.dim
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.experts = nn.ModuleList([Expert(tokens, out, config) for _ in range(config.experts)])
         self.gate = nn.Linear(config.dim, config.experts)
         self.shortcut = nn.Linear(tokens, out, bias=False)
@@ -143,7 +144,8 @@ class InteractionLayer(nn.Module):
         share_BX = self.gate(x.mean(1)).softmax(-1)
         mixed = torch.stack([expert(x) for expert in self.experts], 1)
         mixed = (mixed * share_BX[:, :, None, None].to(mixed.dtype)).sum(1)
-        return self.shortcut(x_BME.transpose(1, 2)).transpose(1, 2) + mixed
+        # Contiguous, or the next layer, whose input would have other strides, is compiled anew.
+        return (self.shortcut(x_BME.transpose(1, 2)).transpose(1, 2) + mixed).contiguous()
 
     def flops(self, work: Work) -> float:
         """Forward."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gem.data.samples import Events
+from gem.model.segments import segment_sum
 from gem.ops import block_attention, gdpa, jagged_attention
 
 Rope = tuple[Tensor, Tensor]
@@ -27,6 +28,7 @@ class Layout(Protocol):
     )  # int64 […]: seconds between an event and the latest of its sample; None where there are no times
 
     share_B: Tensor  # fp32 [B]: 1 / number of events, 1 where there are none
+    along: int  # the dimension of […] that grows with the events
 
     def spread(self, x_BE: Tensor) -> Tensor:
         """Each sample's row beside each of its events: […, E]."""
@@ -52,9 +54,11 @@ class Layout(Protocol):
 class Packed:
     """Events of all samples one after the other, without padding: gem's ops."""
 
+    along = 0
+
     def __init__(self, events: Events, impl: str = "auto") -> None:
         self.ids, self.offsets, self.impl = events.ids, events.offsets, impl
-        self._total = next(iter(events.ids.values())).shape[0]
+        self._first = next(iter(events.ids.values()))  # its rows are the events
         self.share_B = self.offsets.diff().clamp_min(1).float().reciprocal()
         self.ages = None
         if events.times is not None:
@@ -62,7 +66,7 @@ class Packed:
 
     def spread(self, x_BE: Tensor) -> Tensor:
         """See Layout."""
-        return _Spread.apply(x_BE, self.offsets, self._total)
+        return _Spread.apply(x_BE, self.offsets, self._first.shape[0])
 
     def blocks(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, block: int) -> Tensor:
         """See Layout."""
@@ -70,7 +74,7 @@ class Packed:
 
     def window(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, left: int) -> Tensor:
         """See Layout."""
-        position = torch.arange(self._total, device=q.device)
+        position = torch.arange(q.shape[0], device=q.device)
         position = position - self.spread(self.offsets[:-1, None])[:, 0]
         cos, sin = (table[position][:, None] for table in rope)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -128,6 +132,4 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         (offsets,) = ctx.saved_tensors
-        wide = grad.float() if grad.element_size() < 4 else grad
-        summed = torch.segment_reduce(wide.contiguous(), "sum", offsets=offsets, axis=0, initial=0.0)
-        return summed.to(grad.dtype), None, None
+        return segment_sum(grad, offsets), None, None

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from gem.data.schema import SequenceSchema
 from gem.model.config import ModelConfig
 from gem.model.layout import Layout, rope_tables
+from gem.model.norms import RMSNorm, head_norm
 from gem.model.work import Work, attend, linear
 
 SCORE_BOUND = 2.0
@@ -30,6 +31,8 @@ class EventEmbedding(nn.Module):
     that an item at hand and the same item in a history look alike from the first step on.
     """
 
+    edges: Tensor
+
     def __init__(self, schema: SequenceSchema, project: list[nn.Linear], config: ModelConfig) -> None:
         super().__init__()
         self.sequence, self._project = schema.name, project  # in a list: not registered here a second time
@@ -37,6 +40,8 @@ class EventEmbedding(nn.Module):
         self.times = config.times if schema.timed else 0
         if self.times:
             self.age = nn.Parameter(torch.randn(self.times, config.dim) * 0.02)
+            # Of the buckets of age + 1, in seconds: from 2 up, in powers of two; the last one takes what is older.
+            self.register_buffer("edges", 2 ** torch.arange(1, self.times), persistent=False)
 
     def forward(self, rows: list[Tensor], layout: Layout) -> Tensor:
         """``rows``: one […, table_dim] a feature."""
@@ -44,20 +49,14 @@ class EventEmbedding(nn.Module):
         tokens = tokens + self.bias.to(tokens.dtype)
         if self.times:
             assert layout.ages is not None
-            # Powers of two: frexp's exponent of age + 1, without a logarithm's rounding at the edges.
-            bucket = torch.frexp(layout.ages.clamp_min(0).double() + 1.0).exponent.long().clamp(1, self.times) - 1
+            # Whole numbers throughout: a logarithm would be rounded at the edges.
+            bucket = torch.bucketize(layout.ages.clamp_min(0) + 1, self.edges, right=True)
             tokens = tokens + F.embedding(bucket, self.age).to(tokens.dtype)
         return tokens
 
     def flops(self, work: Work) -> float:
         """Forward."""
         return sum(linear(work.events(self.sequence), one.in_features, one.out_features) for one in self._project)
-
-
-def head_norm(x: Tensor, scale: float) -> Tensor:
-    """x normalised to root mean square ``scale`` in its last dimension; in fp32, given back in x's type."""
-    x32 = x.float()
-    return (x32 * (scale * torch.rsqrt(x32.square().mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -70,7 +69,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config, self.sequence = config, schema.name
         inner = config.heads * config.head_dim
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.qkv = nn.Linear(config.dim, 3 * inner, bias=False)
         self.out = nn.Linear(inner, config.dim, bias=False)
         cos, sin = rope_tables(schema.longest, config.head_dim)
@@ -82,7 +81,7 @@ class SelfAttention(nn.Module):
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.config.heads, self.config.head_dim))
         q, k, v = heads.unbind(-3)
         # Softmax of sqrt(D) q k / (|q| |k|): as sharp as unit-variance inputs make it.
-        q, k, rope = head_norm(q, 1.0), head_norm(k, 1.0), (self.rope_cos, self.rope_sin)
+        q, k, rope = head_norm(q), head_norm(k), (self.rope_cos, self.rope_sin)
         if self.config.self_attention == "block":
             out = layout.blocks(q, k, v, rope, self.config.block)
         else:
@@ -105,7 +104,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.config, self.queries, self.keys = config, queries, keys
         inner = config.heads * config.head_dim
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.q = nn.Linear(config.dim, inner, bias=False)
         self.kv = nn.Linear(config.dim, 2 * inner, bias=False)
         self.out = nn.Linear(inner, config.dim, bias=False)
@@ -113,9 +112,9 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, layout: Layout, short: Tensor, short_layout: Layout) -> Tensor:
         """[…, E] to […, E]; ``short``: the normed tokens of the short sequence."""
         c = self.config
-        q = head_norm(self.q(self.norm(x)).unflatten(-1, (c.heads, c.head_dim)), 1.0)
+        q = head_norm(self.q(self.norm(x)).unflatten(-1, (c.heads, c.head_dim)))
         k, v = self.kv(short).unflatten(-1, (2, c.heads, c.head_dim)).unbind(-3)
-        out = layout.cross(q, head_norm(k, 1.0), v, short_layout, c.activation, SCORE_BOUND / c.head_dim)
+        out = layout.cross(q, head_norm(k), v, short_layout, c.activation, SCORE_BOUND / c.head_dim)
         share = layout.spread(short_layout.share_B[:, None])
         return self.out(out.flatten(-2) * share.to(out.dtype))
 
@@ -140,10 +139,10 @@ class Pooling(nn.Module):
         self.seeds = nn.Parameter(torch.randn(queries, config.heads, config.head_dim))
         # What an answer is added to. Later norms look at a token alone: beside it the size of the answer stays seen.
         self.base = nn.Parameter(torch.randn(queries, config.dim))
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.kv = nn.Linear(config.dim, 2 * inner, bias=False)
         if asking:
-            self.ask_norm = nn.RMSNorm(config.dim)
+            self.ask_norm = RMSNorm(config.dim)
             self.ask = nn.Linear(config.dim, inner, bias=False)
             with torch.no_grad():  # what is alike attracts, to begin with
                 self.ask.weight.copy_(self.kv.weight[:inner])
@@ -153,12 +152,12 @@ class Pooling(nn.Module):
         """[…, E], and the tokens that ask, to [B, N + M, E]."""
         c = self.config
         k, v = self.kv(self.norm(x)).unflatten(-1, (2, c.heads, c.head_dim)).unbind(-3)
-        k, scale = head_norm(k, 1.0), SCORE_BOUND / c.head_dim
-        found = [layout.pooled(head_norm(self.seeds, 1.0).to(k.dtype), k, v, c.activation, scale)]
+        k, scale = head_norm(k), SCORE_BOUND / c.head_dim
+        found = [layout.pooled(head_norm(self.seeds).to(k.dtype), k, v, c.activation, scale)]
         if self.asking:
             assert asking_BME is not None
             q = self.ask(self.ask_norm(asking_BME)).unflatten(-1, (c.heads, c.head_dim))
-            found.append(layout.pooled(head_norm(q, 1.0).to(k.dtype), k, v, c.activation, scale))
+            found.append(layout.pooled(head_norm(q).to(k.dtype), k, v, c.activation, scale))
         out = torch.cat(found, 1).flatten(-2)
         answers = self.out(out * layout.share_B[:, None, None].to(out.dtype))
         base = self.base.to(answers.dtype).expand(out.shape[0], -1, -1)
@@ -185,7 +184,7 @@ class FeedForward(nn.Module):
     def __init__(self, sequence: str, config: ModelConfig) -> None:
         super().__init__()
         self.sequence, self.dim, self.hidden = sequence, config.dim, round(config.feed_forward * config.dim)
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.up = nn.Linear(config.dim, self.hidden)
         self.down = nn.Linear(self.hidden, config.dim)
 

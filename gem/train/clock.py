@@ -7,18 +7,22 @@ import torch
 
 
 class StageClock:
-    """``start``, then ``mark(stage)`` at each stage's end, step after step; ``take`` gives mean seconds by stage.
+    """``start``, then ``mark(stage)`` at each stage's end, step after step; ``take`` gives means a step.
+
+    A stage may come several times in a step: forward and backward of each piece of a batch.
 
     On a GPU marks are events in the stream: they are read when taken, after one wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._steps = 0
         self._last: float | torch.cuda.Event = 0.0
         self._spans: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
 
     def start(self) -> None:
         """A step begins."""
+        self._steps += 1
         self._last = self._now()
 
     def mark(self, stage: str) -> None:
@@ -28,10 +32,11 @@ class StageClock:
         self._last = now
 
     def take(self) -> dict[str, float]:
-        """Mean seconds of each stage since the last call."""
+        """Mean seconds a step of each stage since the last call."""
         if self._cuda:
             torch.cuda.synchronize()
-        means = {stage: sum(_seconds(a, b) for a, b in spans) / len(spans) for stage, spans in self._spans.items()}
+        steps, self._steps = max(1, self._steps), 0
+        means = {stage: sum(_seconds(a, b) for a, b in spans) / steps for stage, spans in self._spans.items()}
         self._spans.clear()
         return means
 

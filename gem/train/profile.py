@@ -10,36 +10,50 @@ from gem.train.local import measure_compute, measure_parts
 from gem.train.records import Efficiency
 from gem.train.step import Stepper
 from gem.train.window import Closed
+from gem.train.world import World
 
 
 def measure_efficiency(stepper: Stepper, windows: list[Closed], batch: Samples, peak: float) -> Efficiency:
     """Of the steps in ``windows``; ``batch``, on the host, is what the layers are run on. All ranks call it.
 
-    Layers are timed on one batch, which is heavier or lighter than the mean one: their times are scaled by FLOPs.
-    Ranks alone, without exchange, show skew (the slowest above the mean); what the steps took beyond the slowest is
-    communication that nothing hid.
+    Figures are means over the ranks, the same on each. Layers are timed on one batch, which is heavier or lighter than
+    the mean one: their times are scaled by FLOPs. Ranks alone, without exchange, show skew (the slowest above the
+    mean); what the steps took beyond the slowest is communication that nothing hid, the tables' exchange with it. A
+    rank that waits for another's input waits for input.
     """
     world = stepper.world
-    steps, seconds = sum(w.steps for w in windows), sum(w.seconds for w in windows)
-    flops, waited = sum(w.flops for w in windows), sum(w.waited for w in windows)
-    stages = {name: sum(w.stages[name] * w.steps for w in windows) / steps for name in windows[0].stages}
-    to_mean = flops / steps / (TRAINING * stepper.model.flops(Work.of(batch)))
+    steps = sum(w.steps for w in windows)
+    flops = sum(w.flops for w in windows) / steps
+    to_mean = flops / (TRAINING * stepper.model.flops(Work.of(batch)))
     on_device = batch.to(world.device)
-    parts = [Part(p.name, p.flops * to_mean, p.seconds * to_mean) for p in measure_parts(stepper, on_device)]
+    parts = measure_parts(stepper, on_device)
+    names = list(windows[0].stages)
+    own = [sum(w.seconds for w in windows) / steps, sum(w.waited for w in windows) / steps, flops, peak]
+    own += [sum(w.samples for w in windows) / steps]
+    own += [sum(w.stages[name] * w.steps for w in windows) / steps for name in names]
+    own += [x * to_mean for part in parts for x in (part.flops, part.seconds)]
+    step_s, wait_s, flops, peak, samples, *more = _mean(world, own)
+    stages = dict(zip(names, more, strict=False))
+    scaled = more[len(names) :]
+    parts = [Part(p.name, *pair) for p, pair in zip(parts, zip(scaled[::2], scaled[1::2], strict=True), strict=True)]
     together, communication, skew = stages["forward"] + stages["backward"], 0.0, 0.0
     if world.size > 1:
-        alone = torch.tensor([measure_compute(stepper, on_device) * to_mean], device=world.device, dtype=torch.float64)
-        slowest = alone.clone()
+        alone = measure_compute(stepper, on_device) * to_mean
+        mean, slowest = _mean(world, [alone])[0], torch.tensor(alone, device=world.device, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        mean = float(world.sum(alone)) / world.size
         skew = float(slowest) - mean
+        together += stages["exchange"]
+        wait_s += stages["others"]
         communication = max(0.0, together - float(slowest))
-    step_s = seconds / steps
     slices = waterfall(
-        parts, step_s=step_s, wait_s=waited / steps, compute_s=together - communication - skew,
+        parts, step_s=step_s, wait_s=wait_s, compute_s=together - communication - skew,
         optimizer_s=stages["optimizer"], communication_s=communication, skew_s=skew,
     )  # fmt: skip
-    local, whole = local_mfu(parts, peak), mfu(flops / steps, step_s, peak)
-    samples = torch.tensor([sum(w.samples for w in windows)], device=world.device, dtype=torch.float64)
-    rate = float(world.sum(samples)) / seconds
-    return Efficiency(peak, local, whole, whole / local, rate, waited / seconds, step_s, parts, slices)
+    local, whole = local_mfu(parts, peak), mfu(flops, step_s, peak)
+    rate = samples * world.size / step_s
+    return Efficiency(peak, local, whole, whole / local, rate, wait_s / step_s, step_s, parts, slices)
+
+
+def _mean(world: World, values: list[float]) -> list[float]:
+    """Over the ranks, each by itself."""
+    return (world.sum(torch.tensor(values, device=world.device, dtype=torch.float64)) / world.size).tolist()

@@ -4,7 +4,7 @@ Losses are means over the *global* batch: each rank divides its sums by all rank
 as many as there were clicks, is learnt alike however samples lie on ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class StepResult:
     """Tensors stay where they are: reading one waits for the device."""
 
     loss: Tensor  # fp32 []: sum of the tasks' means over the global batch
-    logits: dict[str, Tensor]  # by task, fp32 [B], of this rank
+    logits: dict[str, Tensor]  # by task, fp32 [B], of this rank, in the order of the batch
     norm: Tensor | None  # fp32 []: of all gradients, before clipping; None without clipping
 
 
@@ -49,7 +49,8 @@ class Stepper:
     def __init__(self, schema: Schema, config: TrainConfig, world: World, **model: Any) -> None:
         torch.manual_seed(config.seed)  # ranks start alike
         self.config, self.world = config, world
-        self.model = GemModel(schema, config.sizes(), lookup=lookup, **model).to(world.device)
+        with world.device:  # where a billion weights are drawn in no time
+            self.model = GemModel(schema, config.sizes(), lookup=lookup, **model)
         self.table_optimizer = RowwiseAdagrad(
             {t.name: self.model.tables[key(t.name)] for t in schema.tables}, config.table_lr
         )
@@ -57,9 +58,10 @@ class Stepper:
         self.dense_optimizer = dense_optimizer(dense, config.lr, weight_decay=config.weight_decay)
         self.dense_state = DenseState(self.dense_optimizer)
         self.number = 0  # steps done
-        losses: nn.Module = _Losses(self.model)
+        self.table_factor = 1.0  # of the tables' learning rate, for who compares with others' optimizers
         if config.compile:
-            losses.compile(dynamic=True)
+            self.model.compile_parts()
+        losses: nn.Module = _Losses(self.model)
         if world.size > 1:
             # Tables' gradients are rows, exchanged by their optimizer; buffers are the same on every rank.
             apart = [f"model.tables.{name}" for name in self.model.tables]
@@ -75,24 +77,35 @@ class Stepper:
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.bfloat16)
 
-    def step(self, samples: Samples, mark: Callable[[str], None] = lambda name: None) -> StepResult:
-        """Learn from this rank's batch, which lies on its device. RuntimeError once the ranks have parted."""
+    def step(self, batch: Samples | Sequence[Samples], mark: Callable[[str], None] = lambda name: None) -> StepResult:
+        """Learn from this rank's batch, which lies on its device: whole, or in pieces one after the other.
+
+        Gradients of pieces add up to those of the whole. RuntimeError once the ranks have parted.
+        """
         if self._losses is None:
             raise RuntimeError("the ranks have parted: a Stepper steps inside the join that gave it its world")
         self._set_rates()
-        tasks = list(samples.labels)
-        counts = torch.stack([(~samples.labels[task].isnan()).sum() for task in tasks]).float()
+        pieces = [batch] if isinstance(batch, Samples) else list(batch)
+        tasks = list(pieces[0].labels)
+        counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
         self.world.sum(counts)
-        with self.autocast():
-            sums, logits = self._losses(samples)
-        shares = torch.stack([sums[task] for task in tasks]) / counts.clamp_min(1)
-        loss = shares.sum()
-        mark("forward")
-        # DDP averages over ranks what is to be added up.
-        (loss * self.world.size).backward()
-        mark("backward")
+        if self.world.size > 1:
+            mark("others")  # all have their batches
+        loss, logits = torch.zeros((), device=self.world.device), []
+        for number, piece in enumerate(pieces):
+            with self._exchange(number == len(pieces) - 1):
+                with self.autocast():
+                    sums, found = self._losses(piece)
+                share = (torch.stack([sums[task] for task in tasks]) / counts.clamp_min(1)).sum()
+                mark("forward")
+                # DDP averages over ranks what is to be added up.
+                (share * self.world.size).backward()
+                mark("backward")
+            loss += share.detach()
+            logits.append(found)
         if self.world.size > 1:
             self.table_optimizer.average_gradients()
+            mark("exchange")
         norm, scale = None, 1.0
         if self.config.clip is not None:
             norm, scale = clip(self.model.dense_parameters(), self.config.clip, self.table_optimizer)
@@ -102,17 +115,24 @@ class Stepper:
         self.table_optimizer.zero_grad()
         self.number += 1
         mark("optimizer")
-        return StepResult(self.world.sum(loss.detach()), {task: x.detach() for task, x in logits.items()}, norm)
+        return StepResult(self.world.sum(loss), {t: torch.cat([x[t].detach() for x in logits]) for t in tasks}, norm)
 
     @torch.no_grad()
     def predict(self, samples: Samples) -> dict[str, Tensor]:
-        """fp32 logits [B] by task."""
-        with self.autocast():
+        """fp32 logits [B] by task. Not compiled: without gradients all would be compiled once more."""
+        stance = torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+        with self.autocast(), stance:
             return self.model(samples)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it; loaded in place."""
         return {"model": self.model, "dense": self.dense_state, "tables": self.table_optimizer}
+
+    def _exchange(self, last: bool) -> AbstractContextManager:
+        """Around a backward: gradients go between the ranks with the last one's."""
+        return (
+            self._losses.no_sync() if isinstance(self._losses, DistributedDataParallel) and not last else nullcontext()
+        )
 
     def _let_go(self) -> None:
         self._losses = None
@@ -122,4 +142,4 @@ class Stepper:
         factor = schedule(self.number, c.warmup, c.steps, c.decay)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = c.lr * factor
-        self.table_optimizer.lr = c.table_lr * factor
+        self.table_optimizer.lr = c.table_lr * factor * self.table_factor

@@ -38,7 +38,6 @@ CONFIG = {
     # A head's weights are more than the 1 MB of DDP's first bucket: their exchange begins early in the backward.
     "model": {"layers": 1, "experts": 1, "dim": 32, "expert_hidden": 32, "head_hidden": 640},
 }
-WAIT = 0.02  # seconds for a batch, on every rank: nobody waits for another's input
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Scenario:
     backward: float = 0.0  # a backward, after the heads' and before all others
     early: float = 0.0  # a bucket's exchange, beside the backward; not the last bucket's
     last: float = 0.0  # before the last bucket's exchange
+    tables: float = 0.0  # before the exchange of tables' gradients
+    wait: tuple[float, float] = (0.02, 0.02)  # for a batch
     windows: tuple[tuple[list[int], ...], ...] = (([2], [2], [2, 2]),) * 2  # by rank: samples of each step
 
 
@@ -57,6 +58,8 @@ SCENARIOS = {
     "unequal": Scenario(tower=(0.1, 0.4)),
     "heavier": Scenario(sample=0.05, windows=(([1], [1], [4, 1]), ([4], [4], [16, 4]))),
     "exchange": Scenario(last=0.3),
+    "tables": Scenario(tables=0.3),
+    "input": Scenario(wait=(0.02, 0.32)),
     "hidden": Scenario(backward=0.25, early=0.5),
 }
 
@@ -117,6 +120,13 @@ def account(world: World, scenario: Scenario) -> dict[str, Any]:
     slow_compute(stepper.model, scenario, world.rank, computed)
     assert isinstance(stepper._losses, DistributedDataParallel)
     stepper._losses.register_comm_hook(None, slow_exchange(scenario, exchanged))
+    average = stepper.table_optimizer.average_gradients
+
+    def slow_average(group: dist.ProcessGroup | None = None) -> None:
+        exchanged(scenario.tables)
+        average(group)
+
+    stepper.table_optimizer.average_gradients = slow_average
     window = Window(["ctr", "cvr"], stepper.model, world.device)
     windows, last = [], None
     for number, sizes in enumerate(scenario.windows[world.rank]):
@@ -125,7 +135,7 @@ def account(world: World, scenario: Scenario) -> dict[str, Any]:
         window.restart()
         for seed, size in enumerate(sizes):
             start = time.perf_counter()
-            time.sleep(WAIT)
+            time.sleep(scenario.wait[world.rank])
             last = batch(size, seed)
             window.waited += time.perf_counter() - start
             window.begin(last)

@@ -9,6 +9,7 @@ from gem.errors import RequestError
 from gem.harness import names
 from gem.harness.case import Case, ops_only
 from gem.harness.expect import Expectation, parse_expectation
+from gem.harness.measured_params import MEASURED
 from gem.harness.needs import Facts, check_needs, importable, parse_needs
 from gem.harness.params import SUBJECTS, GdpaParams
 from gem.harness.select import compile_expression
@@ -270,13 +271,14 @@ def test_every_declared_name_has_code_behind_it() -> None:
     from gem import dispatch
     from gem.harness import peers
 
-    assert set(names.PEERS) == set(peers.REGISTRY)
+    racers = {name for subject in MEASURED.values() for name in subject.racers} - {"gem"}
+    assert set(names.PEERS) == set(peers.REGISTRY) | racers
     assert set(names.IMPLEMENTATIONS) == set(dispatch.IMPLEMENTATIONS)
     assert set(SUBJECTS) == set(dispatch.OPS)
 
 
 def test_names_agree_with_each_other() -> None:
-    assert all(set(peer.subjects) <= set(SUBJECTS) for peer in names.PEERS.values())
+    assert all(set(peer.subjects) <= set(SUBJECTS) | set(MEASURED) for peer in names.PEERS.values())
     for peer in names.PEERS.values():
         assert peer.needs is None or parse_needs(peer.needs)
     assert {"longtail", "cpu_self_s050", "pma_q32"} <= fixture_names()

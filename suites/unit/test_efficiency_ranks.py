@@ -13,7 +13,7 @@ from typing import Any
 
 import efficiency_program
 import pytest
-from efficiency_program import SCENARIOS, WAIT
+from efficiency_program import SCENARIOS
 
 NOISE = 0.1  # seconds a step
 Account = dict[str, Any]
@@ -66,20 +66,22 @@ def test_skew_is_the_slowest_rank_above_the_mean(accounts, name):
     assert found[0] == pytest.approx(expected, rel=0.4)  # the mean itself is 1.5 times that or more
 
 
-@pytest.mark.parametrize("name", ["unequal", "heavier"])
+@pytest.mark.parametrize("name", ["unequal", "heavier", "input"])
 def test_waiting_for_the_slowest_rank_is_no_communication(accounts, name):
     for one in accounts[name]:
         assert 0 <= seconds(one, "communication") < NOISE
 
 
-@pytest.mark.parametrize("name", ["exchange", "hidden"])
+@pytest.mark.parametrize("name", ["exchange", "hidden", "tables", "input"])
 def test_equal_ranks_have_no_skew(accounts, name):
     for one in accounts[name]:
         assert 0 <= seconds(one, "skew") < NOISE / 2
 
 
-def test_an_exchange_at_the_backwards_end_is_communication_in_full(accounts):
-    for one in accounts["exchange"]:
+@pytest.mark.parametrize("name", ["exchange", "tables"])
+def test_an_exchange_at_the_backwards_end_is_communication_in_full(accounts, name):
+    """That of the tables' rows, after it, too."""
+    for one in accounts[name]:
         assert slept(one, "exchanged") == pytest.approx(0.3)
         assert seconds(one, "communication") == pytest.approx(0.3, abs=NOISE)
 
@@ -126,7 +128,7 @@ def test_slices_add_up_to_the_step_and_none_counts_twice(accounts, name):
         assert sum(s["ms"] for s in found["waterfall"]) == pytest.approx(found["step_s"] * 1e3, rel=1e-9)
         rest = next(s["ms"] for s in found["waterfall"] if s["part"] == "rest") * 1e-3
         assert -1e-6 < rest < NOISE
-        assert WAIT <= seconds(one, "input") < WAIT + NOISE
+        assert max(SCENARIOS[name].wait) * 0.99 <= seconds(one, "input") < max(SCENARIOS[name].wait) + NOISE
         assert found["input_wait"] == pytest.approx(seconds(one, "input") / found["step_s"])
     # The stages of the steps, all of them and nothing else, are what is told between input and rest. Windows of unequal
     # numbers of steps weigh by these.
@@ -134,8 +136,14 @@ def test_slices_add_up_to_the_step_and_none_counts_twice(accounts, name):
     for one in accounts[name]:
         known = [s["ms"] for s in one["efficiency"]["waterfall"] if s["part"] not in ("input wait", "rest")]
         told += sum(known) * 1e-3
-        timed += sum(w["steps"] * sum(w["stages"].values()) for w in one["windows"]) / steps(one)
+        stages = [sum(t for s, t in w["stages"].items() if s != "others") for w in one["windows"]]
+        timed += sum(w["steps"] * t for w, t in zip(one["windows"], stages, strict=True)) / steps(one)
     assert told == pytest.approx(timed, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_the_account_is_the_same_on_every_rank(accounts, name):
+    assert accounts[name][0]["efficiency"] == accounts[name][1]["efficiency"]
 
 
 @pytest.mark.parametrize("name", list(SCENARIOS))

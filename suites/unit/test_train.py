@@ -116,24 +116,26 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tmp_path):
     assert same(whole, resumed)
 
 
-def test_two_ranks_learn_what_one_learns_from_both_their_batches(tmp_path):
-    """Unequal lengths, clicks and rows touched on the ranks; clipping by one norm."""
+def test_ranks_and_pieces_learn_what_one_batch_at_once_teaches(tmp_path):
+    """Unequal lengths, clicks and rows touched on the ranks and in the pieces of a batch; clipping by one norm."""
     found = {}
-    for ranks in (1, 2):
-        out = tmp_path / f"{ranks}.pt"
+    for ranks, pieces in ((1, 1), (1, 3), (2, 1), (2, 5)):
+        out = tmp_path / f"{ranks}-{pieces}.pt"
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone",
-            str(HERE / "train_program.py"), str(out), "24", "4",
+            str(HERE / "train_program.py"), str(out), "24", "4", str(pieces),
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-2000:]
-        found[ranks] = torch.load(out)
+        found[ranks, pieces] = torch.load(out)
     counts = [batch(0, 24).take(i, i + 12).labels["ctr"].sum().item() for i in (0, 12)]
     assert counts[0] != counts[1]  # CVR has another number of labels on each rank
-    assert found[2]["losses"] == pytest.approx(found[1]["losses"], rel=2e-5)
-    for name, x in found[1]["model"].items():
-        torch.testing.assert_close(found[2]["model"][name], x, rtol=1e-3, atol=2e-5, msg=name)
+    whole = found.pop((1, 1))
+    for how, other in found.items():
+        assert other["losses"] == pytest.approx(whole["losses"], rel=2e-5), how
+        for name, x in whole["model"].items():
+            torch.testing.assert_close(other["model"][name], x, rtol=1e-3, atol=2e-5, msg=f"{how} {name}")
 
 
 def test_learning_gets_below_the_base_rate(tmp_path):

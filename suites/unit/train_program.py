@@ -1,12 +1,13 @@
 """Run by torchrun in tests of training: some steps of a Stepper on this rank's share of fixed batches.
 
-    train_program.py OUT BATCH STEPS
+    train_program.py OUT BATCH STEPS PIECES
 
-Rank 0 writes losses and final parameters to OUT.
+Each rank's batch is learnt from in so many pieces. Rank 0 writes losses and final parameters to OUT.
 """
 
 import sys
 import weakref
+from itertools import pairwise
 
 import torch
 from model_data import random_samples, small_schema
@@ -24,7 +25,7 @@ def batch(step: int, size: int):
     return random_samples(history, [(i + step) % 6 for i in range(size)], seed=step)
 
 
-def main(out: str, size: int, steps: int) -> None:
+def main(out: str, size: int, steps: int, pieces: int) -> None:
     with join("cpu") as world:
         stepper = Stepper(small_schema(), parse_config(CONFIG, "test"), world)
         ddp = weakref.ref(stepper._losses)
@@ -32,7 +33,11 @@ def main(out: str, size: int, steps: int) -> None:
         losses = []
         for step in range(steps):
             own = batch(step, size).take(world.rank * share, (world.rank + 1) * share)
-            losses.append(float(stepper.step(own).loss))
+            ends = [round(share * i / pieces) for i in range(pieces + 1)]
+            cut = [own.take(start, stop) for start, stop in pairwise(ends)]
+            done = stepper.step(cut if pieces > 1 else own)
+            assert all(logits.shape == (share,) for logits in done.logits.values())
+            losses.append(float(done.loss))
         if world.first:
             torch.save({"losses": losses, "model": stepper.model.state_dict()}, out)
     if world.size > 1:  # while the stepper is still there: see World.before_leaving
@@ -40,4 +45,4 @@ def main(out: str, size: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,267 @@
+"""Whole training steps, ours and what a user has today, as a race on one stream of synthetic samples.
+
+    gem                gem.train on packed events
+    torch_padded       the same trainer on batches padded to their longest history
+    deepspeed_padded   the padded model in DeepSpeed's ZeRO, AdamW on all of it
+
+A step is of the same samples for all. Padded contestants get what helps them: a step's samples sorted by length and cut
+into pieces, each padded, by the loader's workers, to its own longest history, as many samples to a piece as is best for
+each. Batches come from reader processes in every step: nobody gets time without input.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gem.baselines.deepspeed_zero import DeepSpeedTrainer
+from gem.baselines.padded import Padded, pad
+from gem.data.reader_select import select
+from gem.data.readers import Batches, Reader
+from gem.data.samples import Samples
+from gem.data.synthetic import Synthetic
+from gem.efficiency import mfu
+from gem.harness.measured import Findings, Metric, Ready, Report, best_batch
+from gem.harness.measured_params import E2eParams
+from gem.harness.worker import Unsupported
+from gem.model import GemModel
+from gem.model.work import TRAINING, Work
+from gem.train.config import TrainConfig, parse_config
+from gem.train.local import measure_peak
+from gem.train.profile import measure_efficiency
+from gem.train.step import Stepper
+from gem.train.window import Closed, Window, memory_bytes
+from gem.train.world import World
+
+BASE = 128  # samples of a base batch, at most
+POOL = 4  # batches that a reader balances at a time
+
+
+class _Contestant:
+    """What they have in common: data, batch sizes, turns. ``_step`` is each one's own."""
+
+    name: str
+    padded = False
+    model: GemModel
+
+    def __init__(self, params: E2eParams, device: str) -> None:
+        self.params = params
+        if device == "cuda" and not torch.cuda.is_available():
+            raise Unsupported("no GPU")
+        where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.world = World(0, 1, where)
+        self.config = config_of(params, self.name)
+        assert self.config.data.kind == "synthetic"
+        self.source = Synthetic(self.config.data.train)
+        self._stream: Iterator[list[Samples]] = iter(())
+        # Pieces are many small tensors, more than a process may have files open.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def _step(self, pieces: list[Samples]) -> Tensor:
+        """Train on a batch whose pieces lie on the device; the loss before it."""
+        raise NotImplementedError
+
+    def _set_table_rate(self, factor: float) -> None:
+        """What the rate of the tables' optimizer is multiplied by."""
+        raise NotImplementedError
+
+    def losses(self) -> list[float]:
+        """Of the first samples, in two pieces each step. Tables rest: their optimizer is not the baselines'."""
+        size, found = self.params.check_batch, []
+        chunk = self.source.read_chunk(0)
+        self._set_table_rate(0.0)
+        for number in range(self.params.check_steps):
+            batch = chunk.take(number * size, (number + 1) * size)
+            pieces = cut(batch, -(-size // 2), "samples", self.padded)
+            found.append(self._step([piece.to(self.world.device) for piece in pieces]))
+        self._set_table_rate(1.0)
+        return [float(loss) for loss in found]
+
+    def setup(self, report: Report) -> Ready:
+        """The pieces with which the most samples/s are trained; training goes on from where the search has got to."""
+        found = best_batch(self.params.batches, self._rate, report)
+        self._stream = self._batches(found.batch)
+        of = "samples" if self.params.pieces == "samples" else "Ki rows"
+        return Ready(self.params.step_samples, note=f"pieces of {found} {of}".replace("batch ", "", 1))
+
+    def turn(self) -> float:
+        """Seconds of ``turn_steps`` steps, after one that is not timed."""
+        return self._timed(self._stream)
+
+    def finish(self) -> Findings:
+        """What steps in a row made of the device, peak memory and the time that input was waited for."""
+        peak = measure_peak(self.world.device, self.params.precision)
+        window, last = self._steps_in_a_row()
+        peak = max(peak, measure_peak(self.world.device, self.params.precision))
+        many = f"{window.steps} steps in a row; peak {peak / 1e12:.3g} TFLOP/s, of a GEMM in this run"
+        metrics = [
+            Metric("e2e_mfu", mfu(window.flops, window.seconds, peak), note=many),
+            Metric("input_wait", window.waited / window.seconds),
+            Metric("peak_memory", float(memory_bytes(self.world.device))),
+        ]
+        return self._in_depth(metrics, window, last, peak)
+
+    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
+        return Findings(metrics)
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def _batches(self, size: int) -> Iterator[list[Samples]]:
+        """Batches without end in pieces of ``size``, by the reader's workers."""
+        p, base = self.params, int(np.gcd(self.params.step_samples, BASE))
+        reader = _PiecesReader(
+            self.source, batch=p.step_samples, base=base, pool=POOL * p.step_samples // base, strategy="samples",
+            seed=p.seed, epochs=None,
+        )  # fmt: skip
+        reader.cut = partial(cut, size=size, of=p.pieces, padded=self.padded)
+        pinned = self.world.device.type == "cuda"
+        return iter(Batches(reader, workers=p.workers, pin_memory=pinned))  # type: ignore[arg-type]
+
+    def _rate(self, size: int) -> float:
+        stream = self._batches(size)
+        self._step([piece.to(self.world.device) for piece in next(stream)])  # compiling, choosing tiles
+        return self.params.step_samples * self.params.turn_steps / self._timed(stream)
+
+    def _timed(self, stream: Iterator[list[Samples]]) -> float:
+        self._step([piece.to(self.world.device) for piece in next(stream)])
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(self.params.turn_steps):
+            self._step([piece.to(self.world.device) for piece in next(stream)])
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _steps_in_a_row(self) -> tuple[Closed, Samples]:
+        """``row_steps`` steps, behind as many as use up what workers hold ready; the heaviest piece of the last one."""
+        window = Window([task.name for task in self.source.schema.tasks], self.model, self.world.device)
+        ahead, pieces = 2 * self.params.workers + 1, []
+        for number in range(ahead + self.params.row_steps):
+            if number == ahead:
+                window.restart()
+            start = time.perf_counter()
+            pieces = next(self._stream)
+            window.waited += time.perf_counter() - start
+            window.samples += sum(map(len, pieces))
+            window.flops += sum(TRAINING * self.model.flops(Work.of(piece)) for piece in pieces)
+            window.clock.start()
+            self._marked(window, [piece.to(self.world.device) for piece in pieces])
+            window.steps += 1
+        return window.close(), pieces[0]
+
+    def _marked(self, window: Window, pieces: list[Samples]) -> None:
+        self._step(pieces)
+        window.clock.mark("step")
+
+    def _synchronize(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Gem(_Contestant):
+    """gem.train's step."""
+
+    name = "gem"
+
+    def __init__(self, params: E2eParams, device: str) -> None:
+        super().__init__(params, device)
+        self.stepper = Stepper(self.source.schema, self.config, self.world, **self._layout())
+        self.model = self.stepper.model
+
+    def _layout(self) -> dict:
+        return {}
+
+    def _step(self, pieces: list[Samples]) -> Tensor:
+        return self.stepper.step(pieces).loss
+
+    def _set_table_rate(self, factor: float) -> None:
+        self.stepper.table_factor = factor
+
+    def _marked(self, window: Window, pieces: list[Samples]) -> None:
+        self.stepper.step(pieces, window.clock.mark)
+
+    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
+        found = measure_efficiency(self.stepper, [window], last, peak)
+        metrics += [Metric("local_mfu", found.local_mfu), Metric("scaling_ratio", found.scaling_ratio)]
+        return Findings(metrics, found.waterfall)
+
+
+class TorchPadded(Gem):
+    """The same trainer on padded batches."""
+
+    name = "torch_padded"
+    padded = True
+
+    def _layout(self) -> dict:
+        return {"layout": Padded}
+
+    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
+        return Findings(metrics)
+
+
+class DeepSpeedPadded(_Contestant):
+    """The padded model under ZeRO."""
+
+    name = "deepspeed_padded"
+    padded = True
+
+    def __init__(self, params: E2eParams, device: str) -> None:
+        super().__init__(params, device)
+        torch.manual_seed(self.config.seed)
+        with self.world.device:
+            self.model = GemModel(self.source.schema, self.config.sizes(), layout=Padded)
+        if self.config.compile:
+            self.model.compile_parts()
+        c = self.config
+        self.trainer = DeepSpeedTrainer(
+            self.model, params.stage, device=self.world.device, precision=c.precision, lr=c.lr,
+            weight_decay=c.weight_decay, clip=c.clip,
+        )  # fmt: skip
+
+    def _step(self, pieces: list[Samples]) -> Tensor:
+        return self.trainer.step(pieces)
+
+    def _set_table_rate(self, factor: float) -> None:
+        self.trainer.set_table_lr(self.config.lr * factor)
+
+
+class _PiecesReader(Reader):
+    """Batches cut where they are read."""
+
+    cut: Callable[[Samples], list[Samples]]
+
+    def read(self, epoch: int, pool: int, wanted: Sequence[int]) -> Iterator[Any]:
+        """See Reader; each batch as a list of its pieces."""
+        yield from map(self.cut, super().read(epoch, pool, wanted))
+
+
+def cut(batch: Samples, size: int, of: Literal["samples", "rows"], padded: bool) -> list[Samples]:
+    """A batch in pieces of ``size`` samples, or of up to ``size`` times 1,024 rows; padded ones by falling length."""
+    length_B = batch.sequences["history"].lengths.numpy()
+    order_B = np.argsort(-length_B, kind="stable") if padded else np.arange(len(batch))
+    starts = [0]
+    for at in range(1, len(batch)):
+        begun = length_B[order_B[starts[-1] : at + 1]]
+        rows = len(begun) * begun[0] if padded else begun.sum()
+        if len(begun) > size if of == "samples" else rows > 1024 * size:
+            starts.append(at)
+    pieces = [order_B[start:stop] for start, stop in zip(starts, [*starts[1:], len(batch)], strict=True)]
+    if len(pieces) == 1 and not padded:
+        return [batch]
+    return [pad(select(batch, rows)) if padded else select(batch, rows) for rows in pieces]
+
+
+def config_of(params: E2eParams, name: str) -> TrainConfig:
+    """What `gem train` would be told for contestant ``name``. RequestError for sizes that there are not."""
+    base = int(np.gcd(params.step_samples, BASE))
+    document = {
+        "data": {"kind": "synthetic", "train": {"seed": params.seed} | params.data},
+        "model": {"preset": params.preset} | params.model,
+        "reader": {"batch": params.step_samples, "base": base, "pool": POOL * params.step_samples // base},
+        "lr": params.lr, "warmup": 0, "precision": params.precision, "compile": name in params.compile,
+        "seed": params.seed,
+    }  # fmt: skip
+    return parse_config(document, "params")

@@ -1,0 +1,121 @@
+"""The race of whole training steps: what a step is of, for whom, and that who learns otherwise is found."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_data import random_samples
+
+from gem.baselines.padded import pad
+from gem.data.samples import Samples
+from gem.harness.measured_params import E2eParams
+from gem.harness.subject_e2e import DeepSpeedPadded, Gem, TorchPadded, config_of, cut
+
+DATA = {"history": {"kind": "lognormal", "median": 40.0, "sigma": 1.0, "min": 0, "max": 300, "seed": 0}}
+SIZES = {"dim": 32, "heads": 1, "layers": 1, "experts": 1, "expert_hidden": 32, "head_hidden": 16}
+
+
+def params(**changes) -> E2eParams:
+    given = {"batches": [8, 32], "step_samples": 32, "check_batch": 8, "turn_steps": 1, "row_steps": 2, "data": DATA}
+    return E2eParams.model_validate(given | {"model": SIZES} | changes)
+
+
+@given(
+    st.lists(st.integers(0, 4000), min_size=1, max_size=24), st.integers(1, 24), st.sampled_from(["samples", "rows"]),
+    st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_pieces_are_the_batch_and_of_the_size_that_was_asked_for(lengths, size, of, padded):
+    batch = random_samples(lengths, [i % 3 for i in range(len(lengths))])
+    pieces = cut(batch, size, of, padded)
+    assert sorted(key for piece in pieces for key in piece.keys.tolist()) == batch.keys.tolist()
+    for piece in pieces:
+        longest, ids = int(piece.sequences["history"].lengths.max()), piece.sequences["history"].ids["item"]
+        rows = len(piece) * longest if padded else len(ids)
+        assert len(piece) <= size if of == "samples" else rows <= 1024 * size or len(piece) == 1
+        if padded:
+            assert len(piece) == len(ids) and longest <= ids.shape[1] < longest + 64
+        taken = batch.ids["item"][piece.keys]  # keys count from 0 here
+        assert torch.equal(piece.ids["item"], taken)
+    if padded:  # like beside like
+        edges = [piece.sequences["history"].lengths for piece in pieces]
+        assert all(int(a.min()) >= int(b.max()) for a, b in pairwise(edges))
+    # No piece could have taken the next one's first sample.
+    full = [len(piece) == size if of == "samples" else None for piece in pieces[:-1]]
+    assert all(full) or of == "rows"
+
+
+def test_a_step_is_of_the_same_samples_for_all():
+    ours, theirs = Gem(params(), "cpu"), TorchPadded(params(), "cpu")
+
+    def keys(stream, steps: int = 6) -> list[list[int]]:
+        return [sorted(key for piece in next(stream) for key in piece.keys.tolist()) for _ in range(steps)]
+
+    wanted = keys(ours._batches(32))
+    assert keys(theirs._batches(8)) == wanted
+    assert all(len(set(step)) == 32 for step in wanted)
+
+
+def test_losses_agree_and_the_table_rate_comes_back():
+    ours, theirs = Gem(params(lr=1e-3), "cpu"), TorchPadded(params(lr=1e-3), "cpu")
+    tables = {name: table.clone() for name, table in ours.model.tables.items()}
+    found = ours.losses()
+    assert found == pytest.approx(theirs.losses(), rel=1e-5)
+    assert len(set(found)) == len(found)
+    assert all(torch.equal(table, tables[name]) for name, table in ours.model.tables.items()), "tables were to rest"
+    dense = [p.grad is None for p in ours.model.dense_parameters()]
+    assert all(dense)  # a step's gradients are gone
+    ours._step(next(ours._batches(32)))
+    assert not all(torch.equal(table, tables[name]) for name, table in ours.model.tables.items())
+
+
+def test_another_learning_rate_is_seen_in_the_losses():
+    """What the race refuses: the check is of training, not of one forward."""
+    right, wrong = Gem(params(lr=1e-3), "cpu").losses(), TorchPadded(params(lr=2e-3), "cpu").losses()
+    assert right[0] == pytest.approx(wrong[0], rel=1e-5)
+    assert right[-1] != pytest.approx(wrong[-1], rel=1e-3)
+
+
+def test_figures_of_steps_in_a_row_add_up():
+    racer = Gem(params(), "cpu")
+    assert racer.setup(lambda done, total: None).batch == 32
+    assert racer.turn() > 0
+    found = racer.finish()
+    value = {metric.name: metric.value for metric in found.metrics}
+    assert value["scaling_ratio"] == pytest.approx(value["e2e_mfu"] / value["local_mfu"], rel=0.2)
+    assert 0 < value["e2e_mfu"] < 1 and 0 <= value["input_wait"] < 1
+    assert {"input", "model", "optimizer"} <= {piece.of for piece in found.waterfall}
+
+
+def test_who_is_compiled():
+    chosen = params(compile=["torch_padded"])
+    assert config_of(chosen, "torch_padded").compile
+    assert not config_of(chosen, "gem").compile
+    with pytest.raises(ValueError, match="'ours'; accepted: gem, torch_padded, deepspeed_padded"):
+        params(compile=["ours"])
+
+
+def test_pieces_larger_than_a_step_are_refused():
+    with pytest.raises(ValueError, match="batches of 64; accepted: up to step_samples = 32"):
+        params(batches=[8, 64])
+    assert params(batches=[8, 64], pieces="rows").batches == (8, 64)
+
+
+def test_contestants_have_the_names_that_are_declared():
+    assert [one.name for one in (Gem, TorchPadded, DeepSpeedPadded)] == ["gem", "torch_padded", "deepspeed_padded"]
+
+
+def test_padding_by_length_wastes_little():
+    """Why the baselines' pieces are sorted: rows of padding over rows in all."""
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 1.2, 256).astype(int).tolist()
+    batch = random_samples(lengths, [1] * 256)
+
+    def rows(pieces: list[Samples]) -> int:
+        return sum(piece.sequences["history"].ids["item"].numel() for piece in pieces)
+
+    by_length, by_rows = rows(cut(batch, 16, "samples", True)), rows(cut(batch, 16, "rows", True))
+    as_they_come = rows([pad(batch.take(i, i + 16)) for i in range(0, 256, 16)])
+    assert sum(lengths) < by_rows < 1.4 * sum(lengths) < by_length < 2.2 * sum(lengths) < as_they_come

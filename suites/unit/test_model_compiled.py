@@ -1,0 +1,45 @@
+"""The model with its parts compiled: what it computes eagerly, from one compilation for all lengths."""
+
+import shutil
+
+import pytest
+import torch
+from model_data import random_samples, small_schema
+
+from gem.baselines.padded import Padded
+from gem.model import GemModel, ModelConfig
+from gem.model.layout import Packed
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile has no C++ compiler here"
+)
+SIZES = ModelConfig(dim=32, heads=1, layers=2, experts=1, expert_hidden=32, feed_forward=1.0, head_hidden=16)
+
+
+def gradients(model: GemModel, seed: int, count: int) -> dict[str, torch.Tensor]:
+    """Of all parameters, and the loss; samples of unlike lengths, some empty, some of many blocks."""
+    lengths = [(37 * i + 11 * seed) % 300 + 60 for i in range(count)]
+    lengths[1] = 0
+    samples = random_samples(lengths, [(5 * i + seed) % 9 for i in range(count)], seed=seed)
+    model.zero_grad(set_to_none=True)
+    loss = model.losses(samples).mean()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_compiled_parts_compute_what_eager_ones_do_and_are_compiled_once(layout):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GemModel(small_schema(), SIZES, layout=Padded if layout == "padded" else Packed)
+    batches = [(1, 33), (2, 40), (3, 57)]
+    eager = [gradients(model, *batch) for batch in batches]
+    model.compile_parts()
+    compiled = [gradients(model, *batches[0])]
+    with torch.compiler.set_stance("fail_on_recompile"):  # other lengths, other numbers of samples
+        compiled += [gradients(model, *batch) for batch in batches[1:]]
+    for found, wanted in zip(compiled, eager, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, x in wanted.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-3, atol=2e-5, msg=name)
