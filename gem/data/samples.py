@@ -5,6 +5,7 @@ Legend: B samples, T events of all samples of a sequence, F float features.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -86,6 +87,12 @@ class Samples:
             self.keys[start:stop], {n: x[start:stop] for n, x in self.ids.items()}, self.floats[start:stop], sequences,
             {n: x[start:stop] for n, x in self.labels.items()},
         )  # fmt: skip
+
+    def split(self, pieces: int) -> list["Samples"]:
+        """As many pieces of about as many samples, in order; fewer, of one each, where there are no more samples."""
+        count = max(1, min(pieces, len(self)))
+        ends = [len(self) * i // count for i in range(count + 1)]
+        return [self.take(*pair) for pair in pairwise(ends)] if count > 1 else [self]
 
 
 def merge(parts: Sequence[Samples]) -> Samples:

@@ -69,7 +69,8 @@ class TrainConfig(_Model):
     epochs: Positive | None = None
     steps: Positive | None = None  # whichever of the two ends first; neither: one epoch
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast; weights and optimizers stay fp32
-    compile: bool = False  # torch.compile of the model
+    compile: bool = False  # torch.compile of the parts that work on events
+    pieces: Positive = 1  # of a batch, one after the other, gradients added up: less memory, the same step
     lr: Annotated[float, Field(gt=0)] = 1e-3  # AdamW, everything but the tables
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     warmup: Annotated[int, Field(ge=0)] = 100  # steps over which both learning rates rise
@@ -86,6 +87,8 @@ class TrainConfig(_Model):
     def _parts_agree(self) -> "TrainConfig":
         if self.reader.batch % self.reader.base:
             raise ValueError(f"reader.batch {self.reader.batch} is no multiple of reader.base {self.reader.base}")
+        if self.pieces > self.reader.batch:
+            raise ValueError(f"pieces {self.pieces}; accepted: up to reader.batch = {self.reader.batch}")
         if self.decay == "cosine" and self.steps is None:
             raise ValueError('decay = "cosine" falls over steps; accepted: steps = a number beside it')
         if self.reader.pool % (self.reader.batch // self.reader.base):

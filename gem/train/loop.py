@@ -83,8 +83,9 @@ class Run:
         window = Window(self.tasks, self.stepper.model, self.world.device)
         for batch in self._timed(window):
             window.begin(batch)
-            on_device = batch.to(self.world.device)
-            window.end(self.stepper.step(on_device, window.clock.mark), on_device)
+            pieces = [piece.to(self.world.device) for piece in batch.split(config.pieces)]
+            labels = {task: torch.cat([piece.labels[task] for piece in pieces]) for task in self.tasks}
+            window.end(self.stepper.step(pieces, window.clock.mark), labels)
             number, last = self.stepper.number, self.stepper.number == self.total
             if last or number % config.log_every == 0:
                 self._report(result, window)

@@ -1,6 +1,7 @@
 """Sums over the training steps between two reports. Nothing waits for the device until the window is closed."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +51,9 @@ class Window:
         self.flops += TRAINING * self.model.flops(Work.of(batch))
         self.clock.start()
 
-    def end(self, done: StepResult, batch: Samples) -> None:
-        """A step is queued."""
-        self.quality.update(done.logits, batch.labels)
+    def end(self, done: StepResult, labels: Mapping[str, torch.Tensor]) -> None:
+        """A step is queued; ``labels`` of its batch, on the device."""
+        self.quality.update(done.logits, labels)
         self._loss += done.loss
         self._norm = done.norm
         self.steps += 1

@@ -139,7 +139,7 @@ def account(world: World, scenario: Scenario) -> dict[str, Any]:
             last = batch(size, seed)
             window.waited += time.perf_counter() - start
             window.begin(last)
-            window.end(stepper.step(last, window.clock.mark), last)
+            window.end(stepper.step(last, window.clock.mark), last.labels)
         windows.append(window.close())
     assert last is not None
     slept = {"computed": computed.total, "exchanged": exchanged.total}  # by the steps, before the measuring

@@ -138,6 +138,30 @@ def test_ranks_and_pieces_learn_what_one_batch_at_once_teaches(tmp_path):
             torch.testing.assert_close(other["model"][name], x, rtol=1e-3, atol=2e-5, msg=f"{how} {name}")
 
 
+def test_a_run_in_pieces_learns_the_same(tmp_path):
+    """63 pieces of 64 samples too: one of two, the others of one."""
+    whole, weights, _ = train(tmp_path / "1")
+    for pieces in (3, 63):
+        result, found, _ = train(tmp_path / str(pieces), pieces=pieces)
+        assert [p.loss for p in result.progress] == pytest.approx([p.loss for p in whole.progress], rel=1e-5)
+        assert result.progress[-1].quality["ctr"]["ne"] == pytest.approx(
+            whole.progress[-1].quality["ctr"]["ne"], rel=1e-5
+        )
+        for name, x in weights.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-3, atol=5e-5, msg=name)
+
+
+def test_batches_split_into_what_they_are_made_of():
+    whole = batch(0, 5)
+    for pieces in (1, 2, 5, 9):
+        cut = whole.split(pieces)
+        assert [len(piece) for piece in cut] == {1: [5], 2: [2, 3], 5: [1] * 5, 9: [1] * 5}[pieces]
+        assert torch.equal(torch.cat([piece.keys for piece in cut]), whole.keys)
+        assert torch.equal(
+            torch.cat([p.sequences["history"].ids["item"] for p in cut]), whole.sequences["history"].ids["item"]
+        )
+
+
 def test_learning_gets_below_the_base_rate(tmp_path):
     result, _, _ = train(tmp_path, steps=150, lr=3e-3, table_lr=0.1, checkpoint_every=None, log_every=50)
     found = result.evaluations[-1]

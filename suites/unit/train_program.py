@@ -7,7 +7,6 @@ Each rank's batch is learnt from in so many pieces. Rank 0 writes losses and fin
 
 import sys
 import weakref
-from itertools import pairwise
 
 import torch
 from model_data import random_samples, small_schema
@@ -33,9 +32,7 @@ def main(out: str, size: int, steps: int, pieces: int) -> None:
         losses = []
         for step in range(steps):
             own = batch(step, size).take(world.rank * share, (world.rank + 1) * share)
-            ends = [round(share * i / pieces) for i in range(pieces + 1)]
-            cut = [own.take(start, stop) for start, stop in pairwise(ends)]
-            done = stepper.step(cut if pieces > 1 else own)
+            done = stepper.step(own.split(pieces) if pieces > 1 else own)
             assert all(logits.shape == (share,) for logits in done.logits.values())
             losses.append(float(done.loss))
         if world.first:
