@@ -9,6 +9,7 @@ into pieces, each padded, by the loader's workers, to its own longest history, a
 each. Batches come from reader processes in every step: nobody gets time without input.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -58,6 +59,12 @@ class _Contestant:
         assert self.config.data.kind == "synthetic"
         self.source = Synthetic(self.config.data.train)
         self._stream: Iterator[list[Samples]] = iter(())
+        if device == "cuda":
+            # The harness has its workers compile in one thread, for others' turns; here nobody's turn comes before all
+            # have compiled, and a model's layers take minutes so.
+            import torch._inductor.config as inductor
+
+            inductor.compile_threads = min(32, os.cpu_count() or 1)
         # Pieces are many small tensors, more than a process may have files open.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -119,7 +126,8 @@ class _Contestant:
         )  # fmt: skip
         reader.cut = partial(cut, size=size, of=p.pieces, padded=self.padded)
         pinned = self.world.device.type == "cuda"
-        return iter(Batches(reader, workers=p.workers, pin_memory=pinned))  # type: ignore[arg-type]
+        # Forked, readers see that their contestant is gone; from a server of their own they would outlive it.
+        return iter(Batches(reader, workers=p.workers, pin_memory=pinned, context="fork" if p.workers else None))  # type: ignore[arg-type]
 
     def _rate(self, size: int) -> float:
         stream = self._batches(size)

@@ -87,7 +87,7 @@ class Worker:
     def __init__(self, name: str, target: str, *args: Any, memory_bytes: int | None = None) -> None:
         self.name = name
         self._failure: WorkerFailure | None = None
-        self._built = False
+        self._built = self._group_ended = False
         fd, log = tempfile.mkstemp(prefix="gem-worker-", suffix=".log")
         self._log = Path(log)
         self._log_fd: int | None = fd
@@ -209,8 +209,10 @@ class Worker:
         """End it and everything it started, at once."""
         if self._failure is None:
             self._failure = WorkerFailure("error", "the worker was closed")
-        if self._process.is_alive():
-            # Its group first (a compiler that it started), then itself: it may not have made its group yet.
+        if not self._group_ended:
+            # Its group first (compilers and readers that it started, which may be there when it is not), then itself:
+            # it may not have made its group yet.
+            self._group_ended = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()

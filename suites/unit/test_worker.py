@@ -58,6 +58,9 @@ class Victim:
         print("waiting for a lock")
         time.sleep(300)
 
+    def child(self):
+        return subprocess.Popen(["sleep", "300"]).pid
+
     def allocate(self, n_bytes):
         import torch
 
@@ -184,6 +187,17 @@ def test_hang_is_killed_with_its_children(worker):
     assert error.reason == "hung: no answer within 0.5 s; its last output: waiting for a lock"
     members = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and pgid(int(p.name)) == group]
     assert gone(members)
+
+
+@pytest.mark.parametrize("end", ["closed", "died"])
+def test_what_it_started_ends_with_it(worker, end):
+    """Readers of a race's contestant, compilers: also where it ended as it was asked to, or by itself."""
+    child = worker.call("child", timeout_s=10)
+    assert running(child)
+    if end == "died":
+        failure(worker, "leave", 3, timeout_s=10)
+    worker.close()
+    assert gone([child])
 
 
 def pgid(pid: int) -> int:
