@@ -39,7 +39,7 @@ class ModelConfig(BaseModel):
     expert_hidden: Positive = 128  # hidden width of an expert's MLP
     rank: Positive = 32  # of the low-rank cross network
     head_hidden: Positive = 64
-    times: Annotated[int, Field(ge=0)] = 32  # buckets, in powers of two seconds, of an event's age; 0 = ages unused
+    times: Annotated[int, Field(ge=0, le=62)] = 32  # buckets, in powers of two seconds, of an event's age; 0 = unused
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "ModelConfig":
