@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -62,11 +62,11 @@ class DeepSpeedTrainer:
         )
         self._tasks = [task.name for task in model.schema.tasks]
 
-    def step(self, batch: Samples | Sequence[Samples]) -> Tensor:
+    def step(self, batch: Samples | Sequence[Samples], look: Callable[[], None] = lambda: None) -> Tensor:
         """Learn from this rank's batch, which lies on its device; the loss before it, fp32 [], not waited for.
 
         The sum of the tasks' means over all ranks' samples, as in gem.train. A batch in pieces is accumulated; all
-        ranks have as many.
+        ranks have as many. ``look`` is called when the gradients are there, before the optimizer.
         """
         pieces = [batch] if isinstance(batch, Samples) else list(batch)
         counts = torch.zeros(len(self._tasks), device=self.device)
@@ -84,11 +84,19 @@ class DeepSpeedTrainer:
             loss = (torch.stack([sums[task] for task in self._tasks]) / counts.clamp_min(1)).sum()
             # DeepSpeed averages over ranks what is to be added up.
             self.engine.backward(loss * self.ranks)
+            if number == len(pieces) - 1:
+                look()
             self.engine.step()
             total += loss.detach()
         if self.ranks > 1:
             dist.all_reduce(total)
         return total
+
+    def table_norm(self) -> float:
+        """Of all tables' gradients together, as ``look`` of a step sees them."""
+        tables = self.engine.module.model.tables.values()
+        grads = [self._deepspeed.utils.safe_get_full_grad(table) for table in tables]
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x.float()) for x in grads])))
 
     def set_table_lr(self, lr: float) -> None:
         """AdamW's learning rate of the tables; that of the rest stays."""

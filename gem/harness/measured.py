@@ -99,9 +99,10 @@ class Racer(Protocol):
     slow: `turn` takes one step that is not timed, then `params.turn_steps` that are, and waits for the device.
     """
 
-    def losses(self) -> list[float]:
+    def losses(self) -> list[float] | dict[str, float]:
         """The training loss of each of the first `params.check_steps` batches of `params.check_batch` samples, while
-        training on them from the case's initial weights. The contestants' must agree."""
+        training on them from the case's initial weights; or figures by name, such losses among them. The contestants'
+        must agree."""
         ...
 
     def setup(self, report: Report) -> Ready:
@@ -170,13 +171,15 @@ class RacerHost:
         self._target, self._params, self._device = target, params, device
         self._racer: Racer | None = None
 
-    def losses(self) -> list[float]:
+    def losses(self) -> dict[str, float]:
         """Build the contestant and let it tell its losses."""
         self._racer = load(self._target)(self._params, self._device)
-        found = [float(loss) for loss in self._given().losses()]
+        given = self._given().losses()
+        named = given if isinstance(given, dict) else {f"loss of batch {i + 1}": x for i, x in enumerate(given)}
+        found = {name: float(x) for name, x in named.items()}
         release()
-        if not found or not all(map(math.isfinite, found)):
-            raise ValueError(f"losses are not finite numbers: {found}")
+        if not found or not all(map(math.isfinite, found.values())):
+            raise ValueError(f"losses are not finite numbers: {list(found.values())}")
         return found
 
     def setup(self) -> Ready:

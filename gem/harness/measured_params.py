@@ -52,7 +52,7 @@ class E2eParams(RaceParams):
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
     lr: Annotated[Finite, Field(gt=0)] = 1e-4
-    stage: Literal[2, 3] = 2
+    stage: Literal[0, 1, 2, 3] = 2
     workers: Annotated[int, Field(ge=0)] = 0
     row_steps: Count = 16
 

@@ -101,7 +101,7 @@ class _Race:
 
     def check(self) -> None:
         """Everyone's losses on the same batches, against those of the first own contestant that has some."""
-        reference: tuple[str, list[float]] | None = None
+        reference: tuple[str, dict[str, float]] | None = None
         for name in self._running():
             if reference is None and name in names.PEERS:
                 self.lanes[name].outcome.status, self.lanes[name].outcome.reason = "skipped", NOTHING_TO_COMPARE
@@ -114,15 +114,15 @@ class _Race:
                 continue
             self._judge(name, losses, *reference)
 
-    def _judge(self, name: str, losses: list[float], other: str, wanted: list[float]) -> None:
+    def _judge(self, name: str, losses: dict[str, float], other: str, wanted: dict[str, float]) -> None:
         lane, wrong = self.lanes[name], ""
-        if len(losses) != len(wanted):
+        if losses.keys() != wanted.keys():
             wrong = f"{len(losses)} losses against {len(wanted)} of {other}"
         else:
-            gaps = [abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in zip(losses, wanted, strict=True)]
-            lane.gap = max(gaps)
-            worst = gaps.index(lane.gap)
-            at = f"loss of batch {worst + 1}: {losses[worst]:.6g} against {wanted[worst]:.6g} of {other}"
+            gaps = {what: abs(losses[what] - x) / max(abs(x), 1e-12) for what, x in wanted.items()}
+            worst = max(gaps, key=lambda what: gaps[what])
+            lane.gap = gaps[worst]
+            at = f"{worst}: {losses[worst]:.6g} against {wanted[worst]:.6g} of {other}"
             lane.gap_note = f"{at}, allowed {self.params.tolerance:g} relative"
             if not lane.gap <= self.params.tolerance:
                 wrong = f"does not compute the same: {lane.gap_note}"

@@ -40,6 +40,7 @@ from gem.train.world import World
 
 BASE = 128  # samples of a base batch, at most
 POOL = 4  # batches that a reader balances at a time
+PREFETCH = 1  # batches that each reader holds ready
 
 
 class _Contestant:
@@ -72,21 +73,26 @@ class _Contestant:
         """Train on a batch whose pieces lie on the device; the loss before it."""
         raise NotImplementedError
 
+    def _watched(self, pieces: list[Samples]) -> dict[str, float]:
+        """The same; loss, norm of all gradients, norm of the tables'."""
+        raise NotImplementedError
+
     def _set_table_rate(self, factor: float) -> None:
         """What the rate of the tables' optimizer is multiplied by."""
         raise NotImplementedError
 
-    def losses(self) -> list[float]:
+    def losses(self) -> dict[str, float]:
         """Of the first samples, in two pieces each step. Tables rest: their optimizer is not the baselines'."""
-        size, found = self.params.check_batch, []
+        size, found = self.params.check_batch, {}
         chunk = self.source.read_chunk(0)
         self._set_table_rate(0.0)
         for number in range(self.params.check_steps):
             batch = chunk.take(number * size, (number + 1) * size)
             pieces = cut(batch, -(-size // 2), "samples", self.padded)
-            found.append(self._step([piece.to(self.world.device) for piece in pieces]))
+            figures = self._watched([piece.to(self.world.device) for piece in pieces])
+            found |= {f"{what} of batch {number + 1}": x for what, x in figures.items()}
         self._set_table_rate(1.0)
-        return [float(loss) for loss in found]
+        return found
 
     def setup(self, report: Report) -> Ready:
         """The pieces with which the most samples/s are trained; training goes on from where the search has got to."""
@@ -96,23 +102,24 @@ class _Contestant:
         return Ready(self.params.step_samples, note=f"pieces of {found} {of}".replace("batch ", "", 1))
 
     def turn(self) -> float:
-        """Seconds of ``turn_steps`` steps, after one that is not timed."""
+        """Seconds of ``turn_steps`` steps, behind as many as use up what readers got ready in others' turns."""
         return self._timed(self._stream)
 
     def finish(self) -> Findings:
         """What steps in a row made of the device, peak memory and the time that input was waited for."""
         peak = measure_peak(self.world.device, self.params.precision)
-        window, last = self._steps_in_a_row()
+        window, heaviest = self._steps_in_a_row()
+        memory = float(memory_bytes(self.world.device))
         peak = max(peak, measure_peak(self.world.device, self.params.precision))
         many = f"{window.steps} steps in a row; peak {peak / 1e12:.3g} TFLOP/s, of a GEMM in this run"
         metrics = [
             Metric("e2e_mfu", mfu(window.flops, window.seconds, peak), note=many),
             Metric("input_wait", window.waited / window.seconds),
-            Metric("peak_memory", float(memory_bytes(self.world.device))),
+            Metric("peak_memory", memory),
         ]
-        return self._in_depth(metrics, window, last, peak)
+        return self._in_depth(metrics, window, heaviest, peak)
 
-    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
+    def _in_depth(self, metrics: list[Metric], window: Closed, heaviest: Samples, peak: float) -> Findings:
         return Findings(metrics)
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -127,15 +134,21 @@ class _Contestant:
         reader.cut = partial(cut, size=size, of=p.pieces, padded=self.padded)
         pinned = self.world.device.type == "cuda"
         # Forked, readers see that their contestant is gone; from a server of their own they would outlive it.
-        return iter(Batches(reader, workers=p.workers, pin_memory=pinned, context="fork" if p.workers else None))  # type: ignore[arg-type]
+        context = "fork" if p.workers else None
+        batches = Batches(reader, workers=p.workers, prefetch=PREFETCH, pin_memory=pinned, context=context)
+        return iter(batches)  # type: ignore[return-value]
+
+    @property
+    def _ahead(self) -> int:
+        """Batches that readers may hold ready, and one to wake the device."""
+        return PREFETCH * self.params.workers + 1
 
     def _rate(self, size: int) -> float:
-        stream = self._batches(size)
-        self._step([piece.to(self.world.device) for piece in next(stream)])  # compiling, choosing tiles
-        return self.params.step_samples * self.params.turn_steps / self._timed(stream)
+        return self.params.step_samples * self.params.turn_steps / self._timed(self._batches(size))
 
     def _timed(self, stream: Iterator[list[Samples]]) -> float:
-        self._step([piece.to(self.world.device) for piece in next(stream)])
+        for _ in range(self._ahead):
+            self._step([piece.to(self.world.device) for piece in next(stream)])
         self._synchronize()
         start = time.perf_counter()
         for _ in range(self.params.turn_steps):
@@ -144,12 +157,14 @@ class _Contestant:
         return time.perf_counter() - start
 
     def _steps_in_a_row(self) -> tuple[Closed, Samples]:
-        """``row_steps`` steps, behind as many as use up what workers hold ready; the heaviest piece of the last one."""
+        """``row_steps`` steps, behind as many as use up what readers hold ready; the heaviest piece of the last one."""
         window = Window([task.name for task in self.source.schema.tasks], self.model, self.world.device)
-        ahead, pieces = 2 * self.params.workers + 1, []
-        for number in range(ahead + self.params.row_steps):
-            if number == ahead:
+        pieces: list[Samples] = []
+        for number in range(self._ahead + self.params.row_steps):
+            if number == self._ahead:
                 window.restart()
+                if self.world.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             pieces = next(self._stream)
             window.waited += time.perf_counter() - start
@@ -158,7 +173,7 @@ class _Contestant:
             window.clock.start()
             self._marked(window, [piece.to(self.world.device) for piece in pieces])
             window.steps += 1
-        return window.close(), pieces[0]
+        return window.close(), max(pieces, key=lambda piece: self.model.flops(Work.of(piece)))
 
     def _marked(self, window: Window, pieces: list[Samples]) -> None:
         self._step(pieces)
@@ -185,14 +200,26 @@ class Gem(_Contestant):
     def _step(self, pieces: list[Samples]) -> Tensor:
         return self.stepper.step(pieces).loss
 
+    def _watched(self, pieces: list[Samples]) -> dict[str, float]:
+        tables = torch.zeros(())
+
+        def look(stage: str) -> None:
+            nonlocal tables
+            if stage == "backward":  # of each piece: the last one's are all
+                tables = self.stepper.table_optimizer.sparse_grad_norm()
+
+        done = self.stepper.step(pieces, look)
+        assert done.norm is not None
+        return {"loss": float(done.loss), "gradient norm": float(done.norm), "tables' norm": float(tables)}
+
     def _set_table_rate(self, factor: float) -> None:
         self.stepper.table_factor = factor
 
     def _marked(self, window: Window, pieces: list[Samples]) -> None:
         self.stepper.step(pieces, window.clock.mark)
 
-    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
-        found = measure_efficiency(self.stepper, [window], last, peak)
+    def _in_depth(self, metrics: list[Metric], window: Closed, heaviest: Samples, peak: float) -> Findings:
+        found = measure_efficiency(self.stepper, [window], heaviest, peak)
         metrics += [Metric("local_mfu", found.local_mfu), Metric("scaling_ratio", found.scaling_ratio)]
         return Findings(metrics, found.waterfall)
 
@@ -206,7 +233,7 @@ class TorchPadded(Gem):
     def _layout(self) -> dict:
         return {"layout": Padded}
 
-    def _in_depth(self, metrics: list[Metric], window: Closed, last: Samples, peak: float) -> Findings:
+    def _in_depth(self, metrics: list[Metric], window: Closed, heaviest: Samples, peak: float) -> Findings:
         return Findings(metrics)
 
 
@@ -231,6 +258,12 @@ class DeepSpeedPadded(_Contestant):
 
     def _step(self, pieces: list[Samples]) -> Tensor:
         return self.trainer.step(pieces)
+
+    def _watched(self, pieces: list[Samples]) -> dict[str, float]:
+        tables = []
+        loss = self.trainer.step(pieces, lambda: tables.append(self.trainer.table_norm()))
+        norm = float(self.trainer.engine.get_global_grad_norm())
+        return {"loss": float(loss), "gradient norm": norm, "tables' norm": tables[0]}
 
     def _set_table_rate(self, factor: float) -> None:
         self.trainer.set_table_lr(self.config.lr * factor)

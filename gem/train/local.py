@@ -100,7 +100,12 @@ def _capture(stepper: Stepper, parts: dict[str, nn.Module], samples: Samples) ->
 def _cut(x: Any) -> Any:
     """Arguments with fresh leaves in the place of floating tensors; lists and tuples are gone through."""
     if isinstance(x, Tensor):
-        return x.detach().clone().requires_grad_() if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        leaf = x.detach().clone().requires_grad_()
+        for dim in getattr(x, "_dynamo_weak_dynamic_indices", ()):  # else compiled parts are compiled anew
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
+        return leaf
     if isinstance(x, (tuple, list)):
         return type(x)(_cut(one) for one in x)
     return x

@@ -36,7 +36,9 @@ class TableLookup(torch.autograd.Function):
         flat_N = ids.reshape(-1).long()
         ctx.table = table
         ctx.save_for_backward(flat_N)
-        return table.detach().index_select(0, flat_N).view(*ids.shape, table.shape[1]).to(dtype)
+        rows_ND = table.detach().index_select(0, flat_N)
+        # As it is where it can be: compiled code takes a view for another kind of tensor.
+        return (rows_ND if ids.dim() == 1 else rows_ND.view(*ids.shape, table.shape[1])).to(dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -86,6 +86,8 @@ class Stepper:
             raise RuntimeError("the ranks have parted: a Stepper steps inside the join that gave it its world")
         self._set_rates()
         pieces = [batch] if isinstance(batch, Samples) else list(batch)
+        if not pieces:
+            raise ValueError("step: a batch of no pieces; accepted: samples, or one piece or more of them")
         tasks = list(pieces[0].labels)
         counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
         self.world.sum(counts)

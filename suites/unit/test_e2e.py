@@ -1,5 +1,7 @@
 """The race of whole training steps: what a step is of, for whom, and that who learns otherwise is found."""
 
+import importlib.util
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +13,12 @@ from model_data import random_samples
 
 from gem.baselines.padded import pad
 from gem.data.samples import Samples
+from gem.harness import subject_e2e
+from gem.harness.measured import Findings
 from gem.harness.measured_params import E2eParams
 from gem.harness.subject_e2e import DeepSpeedPadded, Gem, TorchPadded, config_of, cut
+from gem.harness.worker import Worker
+from gem.model.work import Work
 
 DATA = {"history": {"kind": "lognormal", "median": 40.0, "sigma": 1.0, "min": 0, "max": 300, "seed": 0}}
 SIZES = {"dim": 32, "heads": 1, "layers": 1, "experts": 1, "expert_hidden": 32, "head_hidden": 16}
@@ -64,7 +70,8 @@ def test_losses_agree_and_the_table_rate_comes_back():
     tables = {name: table.clone() for name, table in ours.model.tables.items()}
     found = ours.losses()
     assert found == pytest.approx(theirs.losses(), rel=1e-5)
-    assert len(set(found)) == len(found)
+    assert len(set(found.values())) == len(found) == 3 * 3
+    assert all(found[f"gradient norm of batch {i}"] > found[f"tables' norm of batch {i}"] > 0 for i in (1, 2, 3))
     assert all(torch.equal(table, tables[name]) for name, table in ours.model.tables.items()), "tables were to rest"
     dense = [p.grad is None for p in ours.model.dense_parameters()]
     assert all(dense)  # a step's gradients are gone
@@ -75,8 +82,95 @@ def test_losses_agree_and_the_table_rate_comes_back():
 def test_another_learning_rate_is_seen_in_the_losses():
     """What the race refuses: the check is of training, not of one forward."""
     right, wrong = Gem(params(lr=1e-3), "cpu").losses(), TorchPadded(params(lr=2e-3), "cpu").losses()
-    assert right[0] == pytest.approx(wrong[0], rel=1e-5)
-    assert right[-1] != pytest.approx(wrong[-1], rel=1e-3)
+    assert right["loss of batch 1"] == pytest.approx(wrong["loss of batch 1"], rel=1e-5)
+    assert right["loss of batch 3"] != pytest.approx(wrong["loss of batch 3"], rel=1e-3)
+
+
+def test_tables_that_get_no_gradient_are_seen(monkeypatch):
+    right, wrong = Gem(params(), "cpu"), TorchPadded(params(), "cpu")
+    monkeypatch.setattr(wrong.model, "lookup", lambda ids, table: table.detach()[ids].requires_grad_())
+    name = "tables' norm of batch 1"
+    assert wrong.losses()[name] != pytest.approx(right.losses()[name], rel=1e-2)
+
+
+class DeepSpeedProbe:
+    """In a process of its own: DeepSpeed leaves traces in one."""
+
+    def look(self, given: dict) -> dict:
+        """What it is made of, its figures, and which rates the tables' rate changes."""
+        racer = DeepSpeedPadded(params(**given), "cpu")
+        found = racer.losses()
+        groups = racer.trainer.engine.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        racer._set_table_rate(0.5)
+        changed = [group["lr"] / lr for group, lr in zip(groups, before, strict=True)]
+        sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+        tables = sum(t.numel() for t in racer.model.tables.values())
+        return {"layout": racer.model.layout.__name__, "found": found, "changed": changed, "last": sizes[-1] == tables}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="ci/requirements-deepspeed.txt")
+def test_deepspeed_learns_the_padded_model_with_rates_of_its_own_for_tables():
+    with Worker("deepspeed", f"{__name__}:DeepSpeedProbe") as worker:
+        seen = worker.call("look", {"lr": 1e-3}, timeout_s=120)
+    assert seen["layout"] == "Padded"
+    assert seen["found"] == pytest.approx(Gem(params(lr=1e-3), "cpu").losses(), rel=1e-4)
+    assert seen["changed"] == [1.0, 1.0, 0.5]
+
+
+class Steps(Gem):
+    """Counts steps; each size of pieces takes its own time."""
+
+    def __init__(self, given: E2eParams) -> None:
+        super().__init__(given, "cpu")
+        self.count = 0
+        self.seconds = {8: 0.03, 16: 0.01, 32: 0.02}
+
+    def _step(self, pieces: list[Samples]) -> torch.Tensor:
+        self.count += 1
+        time.sleep(self.seconds[max(map(len, pieces))])
+        return torch.zeros(())
+
+    def _marked(self, window, pieces: list[Samples]) -> None:
+        self._step(pieces)
+        window.clock.mark("forward")
+        for stage in ("backward", "optimizer"):
+            window.clock.mark(stage)
+
+
+def test_the_fastest_size_is_taken_and_a_turn_is_as_long_as_it_says():
+    racer = Steps(params(batches=[8, 16, 32], turn_steps=5))
+    ready = racer.setup(lambda done, total: None)
+    assert "pieces of 16" in str(ready) and ready.batch == 32
+    assert max(map(len, next(racer._stream))) == 16
+    before = racer.count
+    assert racer.turn() == pytest.approx(5 * 0.01, rel=0.9)
+    assert racer.count - before == racer._ahead + 5
+
+
+def test_figures_of_steps_are_of_the_work_and_of_the_waiting(monkeypatch):
+    """Against FLOPs counted apart and a wait that is known."""
+    racer = Steps(params(batches=[32], row_steps=4))
+    batch = racer.source.read_chunk(0).take(0, 32)
+
+    def slow():
+        while True:
+            time.sleep(0.06)
+            yield [batch]
+
+    racer._stream = slow()
+    monkeypatch.setattr(subject_e2e, "measure_peak", lambda device, precision: 1e12)
+    monkeypatch.setattr(Steps, "_in_depth", lambda self, metrics, window, heaviest, peak: Findings(metrics))
+    value = {metric.name: metric.value for metric in racer.finish().metrics}
+    assert value["input_wait"] == pytest.approx(0.06 / 0.08, abs=0.2)
+    step_s = 3 * racer.model.flops(Work.of(batch)) / (value["e2e_mfu"] * 1e12)
+    assert 0.08 <= step_s < 0.2
+    assert racer.count == racer._ahead + 4
+
+
+def test_what_is_asked_for_is_what_is_trained():
+    chosen = config_of(params(precision="bf16", preset="small", model={}), "gem")
+    assert chosen.precision == "bf16" and chosen.sizes().dim == 128
 
 
 def test_figures_of_steps_in_a_row_add_up():

@@ -16,6 +16,7 @@ import pytest
 from efficiency_program import SCENARIOS
 
 NOISE = 0.1  # seconds a step
+PATH = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # this tree's gem, not an installed one
 Account = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Account
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
         efficiency_program.__file__, str(out),
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-2000:]
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]

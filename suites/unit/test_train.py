@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from model_data import small_schema
 from train_program import batch
 
 from gem.efficiency import Part, local_mfu, mfu, waterfall
 from gem.errors import RequestError
+from gem.train.clock import StageClock
 from gem.train.config import load_config, parse_config
+from gem.train.local import measure_parts
 from gem.train.loop import Run
 from gem.train.records import Listener, Result
-from gem.train.world import join
+from gem.train.step import Stepper
+from gem.train.world import World, join
 
 HERE = Path(__file__).parent
 DATA = {
@@ -125,7 +129,7 @@ def test_ranks_and_pieces_learn_what_one_batch_at_once_teaches(tmp_path):
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone",
             str(HERE / "train_program.py"), str(out), "24", "4", str(pieces),
         ]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-2000:]
         found[ranks, pieces] = torch.load(out)
@@ -181,6 +185,56 @@ def test_the_waterfall_adds_up_to_the_step(tmp_path):
     assert found.samples_per_s == pytest.approx(64 / found.step_s, rel=1e-6)
     assert {"tower.0", "interaction.0", "head.ctr"} <= {one.part for one in found.waterfall if one.of == "model"}
     assert all(part.flops > 0 and part.seconds > 0 for part in found.parts)
+
+
+def test_stages_are_of_a_step_however_many_pieces_it_has():
+    clock = StageClock(torch.device("cpu"))
+    for _ in range(2):
+        clock.start()
+        for _ in range(3):  # pieces
+            time.sleep(0.02)
+            clock.mark("forward")
+    assert clock.take()["forward"] == pytest.approx(0.06, rel=0.5)
+
+
+def test_parts_are_timed_forward_and_backward():
+    stepper = Stepper(
+        small_schema(), parse_config({"data": {"kind": "synthetic"}}, "test"), World(0, 1, torch.device("cpu"))
+    )
+    seen = dict.fromkeys(stepper.model.parts(), 0)
+
+    def count(name: str):
+        def hook(module, inputs, outputs):
+            seen[name] += 1
+
+        return hook
+
+    for name, part in stepper.model.parts().items():
+        part.register_full_backward_hook(count(name))
+    found = measure_parts(stepper, batch(0, 4), repeats=2)
+    assert [part.name for part in found] == list(seen)
+    assert set(seen.values()) == {3}  # one that is not counted, and two
+
+
+def test_who_asks_for_compiled_parts_gets_them():
+    alone = World(0, 1, torch.device("cpu"))
+    for wanted in (False, True):
+        config = parse_config({"data": {"kind": "synthetic"}, "compile": wanted}, "test")
+        model = Stepper(small_schema(), config, alone).model
+        compiled = [name for name, part in model.parts().items() if part._compiled_call_impl is not None]
+        assert compiled == (["events.history", "events.audience", "tower.0", "tower.1"] if wanted else [])
+
+
+def test_tables_learn_at_the_rate_of_the_schedule():
+    config = parse_config({"data": {"kind": "synthetic"}, "warmup": 3, "table_lr": 0.4}, "test")
+    stepper = Stepper(small_schema(), config, World(0, 1, torch.device("cpu")))
+    rates = []
+    for _ in range(5):
+        stepper.step(batch(0, 4))
+        rates.append(stepper.table_optimizer.lr)
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    with pytest.raises(ValueError, match="a batch of no pieces; accepted"):
+        stepper.step([])
 
 
 def test_local_mfu_is_weighted_by_flops_and_slices_add_up():
