@@ -272,8 +272,8 @@ def train(
 ) -> None:
     """Train the GEM model, alone or as torchrun's processes: torchrun --nproc-per-node 8 -m gem train CONFIG.
 
-    A folder with a checkpoint is gone on with, as if the run had not been stopped. Exit 2: the request was wrong. 130:
-    interrupted; the last checkpoint stays.
+    A folder with a checkpoint is gone on with, as if the run had not been stopped. Exit 1: a figure of the results is
+    not defined. 2: the request was wrong, or the run diverged. 130: interrupted; the last checkpoint stays.
     """
     from gem.train.config import load_config
 
@@ -294,7 +294,8 @@ def train(
             result = Run(checked, place, world, console).train(resume=not fresh)
         document = training.document_of(result, config.stem, environment.capture(world.device.type))
     document.request["argv"] = [re.sub(r"(^|=)/(?:.*/)?", r"\1", word) for word in context.obj]
-    _show(document, json, html, verbose=True)
+    summary = _show(document, json, html, verbose=True)
+    raise typer.Exit(1 if summary.failed or summary.errored else 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """What ``gem train`` is told: one TOML file, every field checked, every error one line that says what is accepted."""
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class SyntheticData(_Model):
@@ -120,6 +121,7 @@ def load_config(path: Path, changes: tuple[str, ...] = ()) -> TrainConfig:
 
 def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
     """Check a parsed document."""
+    _refuse_non_finite(document, where)
     try:
         # As JSON, whose arrays a strict model takes for tuples.
         return TrainConfig.model_validate_json(json.dumps(document))
@@ -130,6 +132,15 @@ def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
         raise RequestError(f"{where}: {_explain(first)}") from None
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
+
+
+def _refuse_non_finite(value: Any, where: str, at: str = "") -> None:
+    """TOML and JSON as Python reads it have nan and inf, and no bound (gt=0, le=1) keeps a nan out."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{where}: {at} = {value}; accepted: a finite number")
+    named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in named:
+        _refuse_non_finite(inner, where, f"{at}.{name}" if at else str(name))
 
 
 def _lay_over(document: dict[str, Any], change: str) -> None:

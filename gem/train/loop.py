@@ -32,6 +32,29 @@ from gem.train.world import World
 _FREE = ("steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
 
 
+class Health:
+    """The first step whose loss or gradient norm was not finite. Nothing waits for the device until it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._fine = torch.ones((), dtype=torch.bool, device=device)
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # noted and fine
+        self._figures = torch.zeros(2, device=device)  # of the first step that is not, else of the last
+
+    def note(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """A step's figures, fp32 []."""
+        now = torch.stack([loss, loss if norm is None else norm]).float()
+        self._figures = torch.where(self._fine, now, self._figures)
+        self._fine = self._fine & now.isfinite().all()
+        self._steps += self._fine
+
+    def fault(self) -> tuple[int, float, float] | None:
+        """(steps noted before it, its loss, its norm); waits for the device."""
+        if bool(self._fine):
+            return None
+        loss, norm = self._figures.tolist()
+        return int(self._steps), loss, norm
+
+
 class Run:
     """One run in one folder: ``Run(config, folder, world).train()``."""
 
@@ -53,13 +76,17 @@ class Run:
         ends = [config.steps, None if epochs is None else epochs * self.reader.steps]
         self.total = min(end for end in ends if end is not None)
         self._windows: list[Closed] = []
+        self._health, self._began = Health(world.device), 0  # the step that this process goes on from
 
     def train(self, resume: bool = True) -> Result:
         """Train to the end; with ``resume`` from the last checkpoint of the folder, where there is one.
 
-        RequestError where a checkpoint is there and ``resume`` is False, or it is of another configuration.
+        RequestError where a checkpoint is there and ``resume`` is False, or it is of another configuration; and where
+        the loss, the gradients or the weights are finite no more: that is seen at reports and before each save, and
+        nothing is saved.
         """
         result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
+        self._began = self.stepper.number
         self._keep_config()
         self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
@@ -85,7 +112,9 @@ class Run:
             window.begin(batch)
             pieces = [piece.to(self.world.device) for piece in batch.split(config.pieces)]
             labels = {task: torch.cat([piece.labels[task] for piece in pieces]) for task in self.tasks}
-            window.end(self.stepper.step(pieces, window.clock.mark), labels)
+            done = self.stepper.step(pieces, window.clock.mark)
+            window.end(done, labels)
+            self._health.note(done.loss, done.norm)
             number, last = self.stepper.number, self.stepper.number == self.total
             if last or number % config.log_every == 0:
                 self._report(result, window)
@@ -108,6 +137,7 @@ class Run:
 
     def _report(self, result: Result, window: Window) -> None:
         closed = window.close()
+        self._refuse_divergence()
         quality = Quality.from_state(self.tasks, self.world.sum(window.quality.state()))
         own = torch.tensor([closed.samples, closed.flops], dtype=torch.float64, device=self.world.device)
         samples, flops = self.world.sum(own).tolist()
@@ -161,7 +191,28 @@ class Run:
         return self.stepper.state(), {"random": rng_state(), "batches": self.batches.state_dict()}
 
     def _save(self) -> None:
+        self._refuse_divergence()
+        # The last step's weights come after its loss, and without clipping there is no norm. A sum could overflow.
+        weights = torch.stack([x for p in self.stepper.model.parameters() if p.numel() for x in p.detach().aminmax()])
+        if not bool(weights.isfinite().all()):
+            raise self._diverged(f"weights after step {self.stepper.number} are not finite")
         self.tell.saved(self.checkpoints.save(self.stepper.number, *self._state()))
+
+    def _refuse_divergence(self) -> None:
+        """Of figures that are the same on every rank, so that all end alike."""
+        fault = self._health.fault()
+        if fault is not None:
+            before, loss, norm = fault
+            of_gradient = "" if self.config.clip is None else f", gradient norm {norm:g}"
+            raise self._diverged(f"step {self._began + before + 1}: loss {loss:g}{of_gradient}")
+
+    def _diverged(self, what: str) -> RequestError:
+        latest = self.checkpoints.latest()
+        there = f"the last good checkpoint is {latest}" if latest is not None else "no checkpoint was saved before"
+        return RequestError(
+            f"{self.folder}: {what}: the run has diverged and ends, nothing of it is saved; {there}; accepted: a lower "
+            "lr or table_lr, a longer warmup or a lower clip, in another folder"
+        )
 
     def _resume(self, resume: bool) -> int | None:
         latest = self.checkpoints.latest()
