@@ -17,19 +17,23 @@ from gem.data.readers import Batches, Reader
 from gem.data.samples import Samples, merge
 from gem.efficiency import mfu
 from gem.errors import RequestError
+from gem.model.work import Work
 from gem.train.checkpoint import Checkpoints, rng_state, set_rng_state
-from gem.train.config import TrainConfig
-from gem.train.local import measure_peak
+from gem.train.config import TrainConfig, parse_config
+from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
 from gem.train.profile import measure_efficiency
-from gem.train.records import Evaluation, Listener, Progress, Result
+from gem.train.records import Efficiency, Evaluation, Listener, Progress, Result
 from gem.train.sources import open_sources
 from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
 from gem.train.world import World
 
-# What may change when a run goes on: how it is logged, checked and ended, and nothing that it learns from.
-_FREE = ("steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep")
+# What may change when a run goes on: how it is logged, checked, ended and fed, and nothing that it learns from.
+_FREE = {
+    "steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "pieces",
+    "reader.workers",
+}  # fmt: skip
 
 
 class Health:
@@ -97,8 +101,7 @@ class Run:
         if not result.evaluations or result.evaluations[-1].step != self.stepper.number:
             self._evaluate(result)
         if batch is not None and len(self._windows) > 1:  # the first one warms up
-            self._peak = max(self._peak, measure_peak(self.world.device, self.config.precision))
-            result.efficiency = measure_efficiency(self.stepper, self._windows[1:], batch, self._peak)
+            result.efficiency = self._efficiency(batch)
         result.steps = self.stepper.number
         return result
 
@@ -153,6 +156,28 @@ class Run:
         self._windows.append(closed)
         self.tell.progress(now)
         window.restart()
+
+    def _efficiency(self, batch: Samples) -> Efficiency | None:
+        """Of the layers, on the batch's heaviest piece: more than a piece need not fit. A failure costs no results."""
+        flops = self.stepper.model.flops
+        piece = max(batch.split(self.config.pieces), key=lambda one: flops(Work.of(one)))
+        fault = None
+        try:
+            if self.world.size > 1:  # what measures together would wait for ever for a rank that failed: first alone
+                on_device = piece.to(self.world.device)
+                measure_parts(self.stepper, on_device, repeats=1)
+                measure_compute(self.stepper, on_device, repeats=1)
+            else:
+                self._peak = max(self._peak, measure_peak(self.world.device, self.config.precision))
+                return measure_efficiency(self.stepper, self._windows[1:], piece, self._peak)
+        except Exception as error:
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        failed = int(self.world.sum(torch.tensor(int(fault is not None), device=self.world.device)))
+        if not failed:
+            self._peak = max(self._peak, measure_peak(self.world.device, self.config.precision))
+            return measure_efficiency(self.stepper, self._windows[1:], piece, self._peak)
+        self.tell.say(f"efficiency: not measured: {fault or f'{failed} other ranks failed'}")
+        return None
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -231,16 +256,20 @@ class Run:
         return step
 
     def _refuse_other_config(self) -> None:
+        path = self.folder / "config.json"
         try:
-            before = json.loads((self.folder / "config.json").read_text())
+            document = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise RequestError(f"{self.folder / 'config.json'}: {error}; accepted: the run's configuration") from None
-        now = json.loads(self.config.model_dump_json())
-        for name in now:
-            if name not in _FREE and before.get(name) != now[name]:
+            what = error.strerror if isinstance(error, OSError) else error
+            raise RequestError(f"{path}: {what}; accepted: the run's configuration") from None
+        if not isinstance(document, dict):
+            raise RequestError(f"{path}: holds no object; accepted: the run's configuration")
+        before, now = _settings(parse_config(document, str(path))), _settings(self.config)
+        for name in sorted((before.keys() | now.keys()) - _FREE):
+            if before.get(name) != now.get(name):
                 raise RequestError(
-                    f"{self.folder}: has a run with {name} = {before.get(name)!r}, not {now[name]!r}; accepted: the "
-                    "same, or another folder"
+                    f"{self.folder}: has a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; accepted: "
+                    "the same, or another folder"
                 )
 
     def _keep_config(self) -> None:
@@ -255,3 +284,17 @@ class Run:
             "dense": sum(p.numel() for p in model.dense_parameters()),
             "of tables": sum(p.numel() for p in model.tables.values()),
         }
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """By dotted name, defaults and the model's preset written out: how a file says it does not matter."""
+    document = config.model_dump(mode="json") | {"model": config.sizes().model_dump(mode="json")}
+    return dict(_leaves(document, ""))
+
+
+def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield at, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(inner, f"{at}.{name}" if at else name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gem.errors import RequestError
+from gem.model.work import Work
 from gem.train.config import parse_config
 from gem.train.loop import Health, Run
 from gem.train.records import Listener, Result
@@ -122,3 +123,52 @@ def test_a_figure_that_is_not_defined_is_exit_1(tmp_path):
     data = CONFIG["data"] | {"valid_samples": 2}
     done = gem(written(tmp_path / "a.toml", data=data, steps=2), "--out", str(tmp_path / "out"))
     assert "errored" in done.stdout and done.returncode == 1, done.stderr
+
+
+# -- what may change when a run goes on --------------------------------------------------------------------------------
+
+
+def test_a_run_from_before_a_field_goes_on_with_other_pieces_and_workers(tmp_path):
+    train(tmp_path, steps=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["pieces"], config["compile"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = CONFIG["model"] | {"preset": "tiny", "heads": 2}  # the defaults, said aloud
+    reader = CONFIG["reader"] | {"workers": 1}
+    assert train(tmp_path, steps=4, pieces=2, reader=reader, model=model).resumed_at == 2
+    assert train(tmp_path, steps=6).resumed_at == 4
+    assert "has a run with reader.pool = 4, not 8;" in refused(tmp_path, reader=CONFIG["reader"] | {"pool": 8})
+    assert "has a run with compile = False, not True;" in refused(tmp_path, compile=True)
+
+
+@pytest.mark.parametrize(
+    "text, what", [("[1]", "holds no object"), ("{", "Expecting"), ('{"lr": 1}', "missing field 'data'")]
+)
+def test_a_configuration_that_is_none_is_named(tmp_path, text, what):
+    train(tmp_path, steps=2)
+    (tmp_path / "config.json").write_text(text)
+    assert refused(tmp_path).startswith(f"{tmp_path}/config.json: {what}")
+
+
+# -- efficiency --------------------------------------------------------------------------------------------------------
+
+
+def test_efficiency_is_measured_on_the_heaviest_piece_and_its_failure_costs_no_results(tmp_path, monkeypatch):
+    seen = []
+
+    def fail(stepper, windows, batch, peak):
+        seen.append((stepper, batch))
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
+
+    monkeypatch.setattr("gem.train.loop.measure_efficiency", fail)
+    told = Told()
+    result = train(tmp_path, told, pieces=3)
+    assert result.efficiency is None and result.evaluations and result.steps == 6
+    assert "efficiency: not measured: OutOfMemoryError: CUDA out of memory. Tried to allocate 1 TiB" in told.lines
+    (stepper, piece), = seen  # fmt: skip
+    with join("cpu") as world:
+        run = Run(parse_config(CONFIG, "test"), tmp_path / "b", world)
+        last = [batch for _, batch in zip(range(6), run.batches, strict=False)][-1]
+    cut = last.split(3)
+    work = [stepper.model.flops(Work.of(one)) for one in cut]
+    assert torch.equal(piece.keys, cut[work.index(max(work))].keys) and len(piece) < 32
