@@ -27,7 +27,8 @@ class Oracle:
     schema: Schema
     config: ModelConfig
     parameters: dict[str, Array]
-    eps: float = 1e-6  # added to the mean square in all norms
+    eps: float = 2.0**-23  # added to the mean square in the norms of tokens
+    head_eps: float = 1e-6  # … of queries and keys
     read: set[str] = field(default_factory=set)
 
     def logits(self, samples: Samples) -> dict[str, Array]:
@@ -210,10 +211,10 @@ class Oracle:
         return self._linear(f"project.of_{table}", self._of(f"tables.of_{table}")[row])
 
     def _norm(self, name: str, x: Array) -> Array:
-        return self._head_norm(x) * self._of(f"{name}.weight")
+        return x / math.sqrt((x**2).mean() + self.eps) * self._of(f"{name}.weight")
 
     def _head_norm(self, x: Array) -> Array:
-        return x / math.sqrt((x**2).mean() + self.eps)
+        return x / math.sqrt((x**2).mean() + self.head_eps)
 
 
 def rotated(x: Array, position: int) -> Array:
