@@ -13,6 +13,7 @@ them are correlated. Two strategies are judged against:
 Legend: N samples, R ranks, S steps.
 """
 
+import argparse
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -172,9 +173,17 @@ def simulate(lengths: Distribution, strategy: AnyStrategy, **how: Any) -> Balanc
 
 def main() -> None:
     """Print the study."""
+    summary, _, described = (__doc__ or "").partition("\n\n")
+    argparse.ArgumentParser(
+        prog="python -m gem.data.balance", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"""{described}
+Columns: correlation of lengths inside a base batch; the cost that is balanced; the cost that max/mean is judged by;
+pool, in base batches; strategy; max/mean; closed, the share of the gap from random to global; MiB moved between ranks a
+step; largest, the largest batch's samples over the mean.""",
+    ).parse_args()  # fmt: skip
     from gem.data.reader_speed import merge_speed
 
-    columns = ("correlation", "cost", "judged", "pool", "strategy", "max/mean", "closed", "MB moved", "largest")
+    columns = ("correlation", "cost", "judged", "pool", "strategy", "max/mean", "closed", "MiB moved", "largest")
     print(*(f"{name:>11}" for name in columns))
     for rho in (0.0, 0.5, 0.8):
         for cost, judged in (("tokens", "tokens"), ("pairs", "pairs"), ("tokens", "pairs"), ("pairs", "tokens")):
@@ -183,7 +192,7 @@ def main() -> None:
                 for strategy in ALL_STRATEGIES:
                     one = study.balance(strategy)
                     words = (rho, cost, judged, pool, strategy)
-                    figures = (one.max_over_mean, one.share_closed, one.bytes_moved / 1e6, one.largest_batch)
+                    figures = (one.max_over_mean, one.share_closed, one.bytes_moved / 2**20, one.largest_batch)
                     print(*(f"{word:>11}" for word in words), *(f"{x:11.3f}" for x in figures), flush=True)
     for median in (8, 700):
         for strategy in READER_STRATEGIES:

@@ -104,6 +104,12 @@ def _request(options: RunOptions) -> dict[str, Any]:
     }
 
 
+def _of_ops_alone(options: RunOptions) -> str:
+    """The option of the run that means nothing to a case that is no op, or ''."""
+    told = {"--lengths": options.lengths, "--batch": options.batch}
+    return next((name for name, value in told.items() if value is not None), "")
+
+
 def _duplicates(cases: Sequence[Case], session: Session) -> dict[str, str]:
     """Case id -> id of the earlier case that it equals once --lengths has replaced what they differed in."""
     if session.options.lengths is None:
@@ -134,6 +140,9 @@ def run_case(
     if reason is not None:
         return [row(case, status="skipped", reason=reason)]
     if isinstance(case, MeasuredCase):
+        alien = _of_ops_alone(options)
+        if alien:
+            return [row(case, status="skipped", reason=f"{alien} concerns ops alone; this case has samples of its own")]
         return run_measured(case, session, step)
     session.check(case)
     lengths = session.lengths(case)

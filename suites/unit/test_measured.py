@@ -187,9 +187,10 @@ def test_options_that_concern_ops_leave_measured_cases_as_they_are() -> None:
     assert {row.status for row in document.rows if row.metric == "max_error"} <= {"pass", "fail"}
     assert len(document.rows) == 2
     mine = LogLengths("log", np.array([3, 9]), "lengths", 2, "two users")
-    (strict,) = declare({"params": {"n": 5}, "expect": {"samples_per_s": ">= 1e15"}})
-    kept = run([strict], options=RunOptions(device="cpu", lengths=mine)).rows
-    assert [row.status for row in kept] == ["pass", "fail"]  # it promised nothing about lengths
+    for given in ({"lengths": mine}, {"batch": 4}):  # its rows would stand in a report on lengths that are not theirs
+        (left_out,) = run([case], options=RunOptions(device="cpu", **given)).rows
+        assert left_out.status == "skipped"
+        assert left_out.reason == f"--{next(iter(given))} concerns ops alone; this case has samples of its own"
 
 
 # ---- as pytest items
