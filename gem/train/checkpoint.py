@@ -74,11 +74,24 @@ class Checkpoints:
         own    any values of this rank alone (random numbers, the reader's place); they can only be loaded by as many
                ranks. Here no tensors that matter in size
 
+        RequestError where it cannot be written, on a full disk say: nothing of it is left, the older ones stay.
+
         Steps grow: a step before the newest one is refused (``forget_after``). The same step is replaced.
         """
         _check_names(state, "state")
         part = self.folder / f"step-{step:06d}.part"
         self._first(lambda: self._prepare(step, part))
+        try:
+            final = self._write(step, part, state, own)
+        except OSError as error:
+            raise self._unwritten(part, error) from None
+        finally:  # renamed where all went well; half a checkpoint would only fill the disk
+            if self._rank == 0 and part.exists():
+                shutil.rmtree(part, ignore_errors=True)
+        self._first(lambda: self._tidy(final))
+        return final
+
+    def _write(self, step: int, part: Path, state: State, own: Mapping[str, Any] | None) -> Path:
         entries = {**state, f"{_OWN}/{self._rank}": (dict(own or {}),)}  # a tuple is stored as one value
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -94,12 +107,26 @@ class Checkpoints:
         everyone = self._gather(written)
         return self._first(lambda: self._commit(step, part, {n: s for seals in everyone for n, s in seals.items()}))
 
+    def _unwritten(self, part: Path, error: OSError) -> RequestError:
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB"
+        except OSError as fault:
+            free = f"unknown ({fault.strerror})"
+        what = error.strerror or " ".join(str(error).split())
+        return RequestError(
+            f"{part}: cannot be written: {what}; free on its disk: {free}; accepted: a disk that "
+            "can be written, with room for it; the checkpoints before it stay"
+        )
+
     def _prepare(self, step: int, part: Path) -> None:
         if step < 0 or (newer := [s for s in self.steps() if s > step]):
             accepted = "0 or more" if step < 0 else f"{max(newer)} or more, or any after forget_after({step})"
             raise RequestError(f"{self.folder}: save of step {step}; accepted: {accepted}")
-        self._clean()
-        part.mkdir(parents=True)
+        try:
+            self._clean()
+            part.mkdir(parents=True)
+        except OSError as error:
+            raise self._unwritten(part, error) from None
 
     def _commit(self, step: int, part: Path, files: dict[str, list[int]]) -> Path:
         wanted = {info.relative_path for info in FileSystemReader(part).read_metadata().storage_data.values()}
@@ -112,15 +139,18 @@ class Checkpoints:
             os.fsync(file.fileno())
         _sync_folder(part)
         final = part.with_suffix("")
-        replaced = final.with_suffix(".old")
         if final.exists():
-            os.rename(final, replaced)
+            os.rename(final, final.with_suffix(".old"))
         os.rename(part, final)
         _sync_folder(self.folder)
+        return final
+
+    def _tidy(self, final: Path) -> None:
+        """Remove what a whole checkpoint replaces, and the older ones."""
+        replaced = final.with_suffix(".old")
         shutil.rmtree(replaced, ignore_errors=True)
         found = self._found()
         self._remove([found[s] for s in sorted(found)[: -self.keep]])
-        return final
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: training goes on from ``step``, or the later ones are damaged."""

@@ -17,6 +17,7 @@ from gem.errors import RequestError
 
 PIECE_BYTES = 64 * 2**20  # read and written at a time
 _MOST_NAMED = 5
+_ZIP_WRITER = "inline_container"  # the file of torch's sources that writes; it is in the messages
 
 
 class PiecewiseSave(DefaultSavePlanner):
@@ -92,12 +93,17 @@ def _kind_of(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else "no tensor"
 
 
-def cause(error: CheckpointException) -> Exception:
-    """What went wrong, on the first rank where something did; a RequestError as it was raised there.
+def cause(error: CheckpointException) -> BaseException:
+    """What went wrong, on the first rank where something did; a RequestError, OSError or Ctrl-C as it was raised there.
 
     CheckpointException is no Exception, and would pass every ``except Exception``.
     """
     rank, (found, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if isinstance(found, RequestError):
-        return found
+    within: BaseException | None = found
+    while within is not None:  # torch's zip writer fails once more while it ends on a full disk's error
+        if isinstance(within, (RequestError, OSError, KeyboardInterrupt)):
+            return within
+        within = within.__cause__ or within.__context__
+    if isinstance(found, RuntimeError) and _ZIP_WRITER in str(found):  # from another rank, its context lost on the way
+        return OSError(f"rank {rank}: {found}")
     return RuntimeError(f"checkpoint, rank {rank}: {type(found).__name__}: {found}")

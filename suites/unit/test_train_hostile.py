@@ -172,3 +172,44 @@ def test_efficiency_is_measured_on_the_heaviest_piece_and_its_failure_costs_no_r
     cut = last.split(3)
     work = [stepper.model.flops(Work.of(one)) for one in cut]
     assert torch.equal(piece.keys, cut[work.index(max(work))].keys) and len(piece) < 32
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+_FULL = """
+import sys, torch
+from gem.errors import RequestError
+from gem.train.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1])
+state = lambda rows: {"model": {name: torch.ones(rows, 64) for name in "abc"}}
+checkpoints.save(1, state(64))
+try:
+    checkpoints.save(2, state(2**14))
+except RequestError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_half_written(tmp_path):
+    """A real file system of 4 MiB in a mount namespace of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    shell = f'mount -t tmpfs -o size=4m none {place} && "$@"; ls {place}/c; df --output=used {place} | tail -1'
+    command = ["unshare", "-rm", "sh", "-c", shell, "sh", sys.executable, "-c", _FULL, str(place / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("no mount namespaces here")
+    message, *left, used = done.stdout.splitlines()
+    assert message.startswith(f"{place}/c/step-000002.part: cannot be written: "), (done.stdout, done.stderr)
+    assert "No space left on device" in message and "free on its disk: 0.0" in message
+    assert left == ["step-000001"] and int(used) < 1024
+    assert "Traceback" not in done.stderr
+
+
+def test_a_limit_on_files_is_one_line_too(tmp_path):
+    """As above where nothing can be mounted: the kernel refuses to make a file as long."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+    command = [sys.executable, "-c", limit + _FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"{tmp_path}/step-000002.part: cannot be written: File too large; free"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
