@@ -187,10 +187,11 @@ def test_options_that_concern_ops_leave_measured_cases_as_they_are() -> None:
     assert {row.status for row in document.rows if row.metric == "max_error"} <= {"pass", "fail"}
     assert len(document.rows) == 2
     mine = LogLengths("log", np.array([3, 9]), "lengths", 2, "two users")
-    for given in ({"lengths": mine}, {"batch": 4}):  # its rows would stand in a report on lengths that are not theirs
-        (left_out,) = run([case], options=RunOptions(device="cpu", **given)).rows
+    on_lengths = {"--lengths": RunOptions(device="cpu", lengths=mine), "--batch": RunOptions(device="cpu", batch=4)}
+    for name, options in on_lengths.items():  # its rows would stand in a report on lengths that are not theirs
+        (left_out,) = run([case], options=options).rows
         assert left_out.status == "skipped"
-        assert left_out.reason == f"--{next(iter(given))} concerns ops alone; this case has samples of its own"
+        assert left_out.reason == f"{name} concerns ops alone; this case has samples of its own"
 
 
 # ---- as pytest items
