@@ -53,9 +53,10 @@ def render(document: Document, *, title: str | None = None) -> str:
     statuses = list(case_status(document.rows).values())
     environment = document.environment
     machine = environment.get("gpu") or environment.get("cpu") or environment.get("device") or "unknown machine"
+    command = "gem train" if document.rows and all(row.suite == "train" for row in document.rows) else "gem run"
     return _template().render(
-        title=title or f"gem run on {machine}",
-        heading=title or "gem run",
+        title=title or f"{command} on {machine}",
+        heading=title or command,
         subtitle=_subtitle(environment, machine),
         counts=[(status, statuses.count(status)) for status in ("pass", *BAD, "skipped") if status in statuses],
         cases=len(statuses),
@@ -145,6 +146,8 @@ def _case_figures(lines: Iterable[Line]) -> list[Figure]:
     figures = []
     for (suite, case), own in by_case(lines).items():
         race = any(line.value("qps") is not None for line in own)
+        if race and len(own) == 1:
+            continue  # a training run by itself: nobody to compare it with
         timed = [line for line in own if line.value("qps" if race else "ms") is not None]
         if not timed:
             continue

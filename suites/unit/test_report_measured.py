@@ -102,3 +102,12 @@ def test_contestants_of_a_case_have_one_scale() -> None:
 def test_nothing_to_draw_is_no_error() -> None:
     assert boxes(plots.waterfall([], title="t")) == []
     assert len(boxes(plots.waterfall([("a", 0.0, "model")], title="t"))) == 1
+
+
+def test_a_training_run_is_called_one_and_has_no_peers_to_stand_against() -> None:
+    own = [row.model_copy(update={"suite": "train"}) for row in RACE if row.impl == "gem" and "ratio" not in row.metric]
+    assert any(row.metric == "qps" for row in own)
+    html = render(Document(rows=own))
+    assert "<h1>gem train</h1>" in html and 'id="peers"' not in html
+    both = render(document(PARTS))
+    assert "<h1>gem run</h1>" in both and 'id="peers"' in both
