@@ -44,7 +44,10 @@ NORMED = ("tables.", "features.", "floats.2.", ".bias", ".age", ".seeds", ".base
 
 
 def schema_of(longest: int) -> Schema:
-    """The small schema with no room for a position behind the longest history's last."""
+    """The small schema with no room for a position behind the longest history's last.
+
+    Rotated scores tell differences of positions alone: positions counted through the batch show by this only.
+    """
     fields = small_schema().model_dump()
     fields["sequences"][0]["longest"] = longest
     return Schema.model_validate(fields)
