@@ -282,17 +282,24 @@ def train(
     checked = load_config(config, tuple(changes or ()))
 
     from gem.harness import environment, table, training
+    from gem.train.checkpoint import Checkpoints
     from gem.train.loop import Run
     from gem.train.world import join
 
     place = Path("results") / config.stem if folder is None else folder
-    with join(device) as world:
-        if not world.first:
-            Run(checked, place, world).train(resume=not fresh)
-            return
-        with training.TrainingConsole(table.make_console(stderr=True), place) as console:
-            result = Run(checked, place, world, console).train(resume=not fresh)
-        document = training.document_of(result, config.stem, environment.capture(world.device.type))
+    try:
+        with join(device) as world:
+            if not world.first:
+                Run(checked, place, world).train(resume=not fresh)
+                return
+            with training.TrainingConsole(table.make_console(stderr=True), place) as console:
+                result = Run(checked, place, world, console).train(resume=not fresh)
+            document = training.document_of(result, config.stem, environment.capture(world.device.type))
+    except KeyboardInterrupt:
+        latest = Checkpoints(place / "checkpoints").latest()
+        kept = f"the last checkpoint is {latest}; the same command goes on from it" if latest is not None else ""
+        typer.echo(f"gem: interrupted: {kept or 'no checkpoint was saved yet'}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     document.request["argv"] = [re.sub(r"(^|=)/(?:.*/)?", r"\1", word) for word in context.obj]
     summary = _show(document, json, html, verbose=True)
     raise typer.Exit(1 if summary.failed or summary.errored else 0)

@@ -24,15 +24,12 @@ class TrainingConsole(Listener):
 
     def __init__(self, console: Console, folder: Path) -> None:
         self.console = console
-        self._board: Any = None
+        self._events, self._board = folder / "tensorboard", None  # opened by the first figures: the run may be refused
         self._bar: Progress | None = None
         self._task: Any = None
-        if importlib.util.find_spec("tensorboard") is None:
+        self._boards = importlib.util.find_spec("tensorboard") is not None
+        if not self._boards:
             console.print("no TensorBoard events: tensorboard is not installed (pip install 'gem-recsys[train]')")
-        else:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -84,6 +81,10 @@ class TrainingConsole(Listener):
         self.say(f"saved {path}")
 
     def _write(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        if self._boards and self._board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._events))
         if self._board is not None:
             for name, value in scalars.items():
                 if value is not None and math.isfinite(value):

@@ -35,6 +35,14 @@ _T = TypeVar("_T")
 State = Mapping[str, Any]  # by name: Stateful objects, or dicts
 
 
+class Damaged(RequestError):
+    """A checkpoint whose files are not as they were written."""
+
+    path: Path
+    fault: str
+    before: int | None  # step of the whole one before it
+
+
 class Checkpoints:
     """The checkpoints of one run in one folder, which all ranks can reach; the newest ``keep`` stay.
 
@@ -46,6 +54,8 @@ class Checkpoints:
         if keep < 1:
             raise RequestError(f"checkpoints: keep {keep}; accepted: 1 or more")
         self.folder, self.keep, self.group = Path(folder), keep, group
+        if self.folder.exists() and not self.folder.is_dir():
+            raise RequestError(f"{self.folder}: is no folder; accepted: a folder for checkpoints, or nothing yet")
 
     # -- what there is
 
@@ -80,7 +90,7 @@ class Checkpoints:
         """
         _check_names(state, "state")
         part = self.folder / f"step-{step:06d}.part"
-        self._first(lambda: self._prepare(step, part))
+        self.first(lambda: self._prepare(step, part))
         try:
             final = self._write(step, part, state, own)
         except OSError as error:
@@ -88,7 +98,7 @@ class Checkpoints:
         finally:  # renamed where all went well; half a checkpoint would only fill the disk
             if self._rank == 0 and part.exists():
                 shutil.rmtree(part, ignore_errors=True)
-        self._first(lambda: self._tidy(final))
+        self.first(lambda: self._tidy(final))
         return final
 
     def _write(self, step: int, part: Path, state: State, own: Mapping[str, Any] | None) -> Path:
@@ -105,7 +115,7 @@ class Checkpoints:
         prefixes = (f"__{self._rank}_", *([".metadata"] if self._rank == 0 else []))
         written = {path.name: _seal(path) for path in part.iterdir() if path.name.startswith(prefixes)}
         everyone = self._gather(written)
-        return self._first(lambda: self._commit(step, part, {n: s for seals in everyone for n, s in seals.items()}))
+        return self.first(lambda: self._commit(step, part, {n: s for seals in everyone for n, s in seals.items()}))
 
     def _unwritten(self, part: Path, error: OSError) -> RequestError:
         try:
@@ -159,7 +169,7 @@ class Checkpoints:
             self._clean()
             self._remove([path for s, path in self._found().items() if s > step])
 
-        self._first(act)
+        self.first(act)
 
     def _clean(self) -> None:
         """Remove what a kill has left behind."""
@@ -189,10 +199,10 @@ class Checkpoints:
         it is for the caller to go back to that one.
         """
         _check_names(state, "state")
-        path, number = self._first(lambda: self._choose(step))
+        path, number = self.first(lambda: self._choose(step))
         if path is None:
             return None
-        manifest = self._first(lambda: self._read_manifest(path, number))
+        manifest = self.first(lambda: self._read_manifest(path, number))
         files = sorted(manifest["files"].items())[self._rank :: self._ranks]
         own_faults = [fault for name, seal in files if (fault := _fault(path, name, seal))]
         faults = [fault for found in self._gather(own_faults) for fault in found]
@@ -241,10 +251,12 @@ class Checkpoints:
             fault = f"{_MANIFEST}: {type(error).__name__}"
         raise self._damaged(path, step, fault)
 
-    def _damaged(self, path: Path, step: int, fault: str) -> RequestError:
+    def _damaged(self, path: Path, step: int, fault: str) -> Damaged:
         older = [s for s in self.steps() if s < step]
         before = f"that of step {older[-1]}: load(step={older[-1]})" if older else "a whole one; none is before it"
-        return RequestError(f"{path}: damaged: {fault}; accepted: {before}")
+        error = Damaged(f"{path}: damaged: {fault}; accepted: {before}")
+        error.path, error.fault, error.before = path, fault, older[-1] if older else None
+        return error
 
     # -- ranks
 
@@ -267,7 +279,7 @@ class Checkpoints:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def _first(self, act: Callable[[], _T]) -> _T:
+    def first(self, act: Callable[[], _T]) -> _T:
         """Have rank 0 act and the others wait for it; all return its value or raise its error."""
         outcome: list[Any] = [None, None]
         if self._rank == 0:

@@ -103,7 +103,13 @@ class TrainConfig(_Model):
         name = chosen.pop("preset", "tiny")
         if not isinstance(name, str):
             raise ValueError(f"model.preset {name!r}; accepted: a name")
-        return preset(name, **chosen)
+        if odd := sorted(chosen.keys() - ModelConfig.model_fields.keys()):
+            raise ValueError(f"unknown field 'model.{odd[0]}'; accepted: preset, {', '.join(ModelConfig.model_fields)}")
+        try:
+            return preset(name, **chosen)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(_explain({**first, "loc": ("model", *first["loc"])})) from None
 
 
 def load_config(path: Path, changes: tuple[str, ...] = ()) -> TrainConfig:
@@ -163,9 +169,12 @@ def _lay_over(document: dict[str, Any], change: str) -> None:
 def _explain(error: Any) -> str:
     """The first of pydantic's errors: field, value, what is accepted."""
     at = ".".join(str(part) for part in error["loc"])
+    if not at and error["type"] != "value_error":
+        return f"{type(error['input']).__name__}; accepted: a table of fields"
     kind, context = error["type"], error.get("ctx") or {}
     if kind == "extra_forbidden":
-        return f"unknown field {at!r}"
+        known = {1: TrainConfig, 2: ReaderConfig if error["loc"][0] == "reader" else None}.get(len(error["loc"]))
+        return f"unknown field {at!r}" + (f"; accepted: {', '.join(known.model_fields)}" if known is not None else "")
     if kind == "missing":
         return f"missing field {at!r}"
     if kind == "value_error":

@@ -4,9 +4,11 @@ A run is exact: what it computes follows from configuration and data, and one th
 on from its last checkpoint as if it had not been (bit for bit on a CPU).
 """
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from gem.data.samples import Samples, merge
 from gem.efficiency import mfu
 from gem.errors import RequestError
 from gem.model.work import Work
-from gem.train.checkpoint import Checkpoints, rng_state, set_rng_state
+from gem.train.checkpoint import Checkpoints, Damaged, rng_state, set_rng_state
 from gem.train.config import TrainConfig, parse_config
 from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
@@ -34,6 +36,58 @@ _FREE = {
     "steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "pieces",
     "reader.workers",
 }  # fmt: skip
+
+
+_held: set[int] = set()  # files of this process's locks
+
+
+def _let_go() -> None:
+    """A reader's process would hold the lock for a while after a killed run. Closing frees nothing of the parent's."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class Lock:
+    """A run's folder for one run at a time. The kernel frees it when the process ends, however it does."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self._say, self._handle = folder, say, -1
+
+    def take(self) -> None:
+        """RequestError where another run has it, or the folder cannot be made or written."""
+        path = self.folder / "lock"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise RequestError(f"{self.folder}: is a file; accepted: a folder for the run, or nothing yet") from None
+        except OSError as error:
+            raise RequestError(
+                f"{self.folder}: cannot be written: {error.strerror}; accepted: a folder for the run that can"
+            ) from None
+        _held.add(self._handle)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.free()
+            raise RequestError(
+                f"{self.folder}: another run is at work in it; accepted: another folder, or wait for its end"
+            ) from None
+        except OSError as error:
+            self._say(f"{path}: not locked: {error.strerror}: nothing keeps a second run out of the folder")
+
+    def free(self) -> None:
+        """Let another run have it."""
+        if self._handle in _held:
+            _held.remove(self._handle)
+            os.close(self._handle)
+
+    def __del__(self) -> None:
+        self.free()
 
 
 class Health:
@@ -65,7 +119,9 @@ class Run:
     def __init__(self, config: TrainConfig, folder: Path, world: World, listener: Listener | None = None) -> None:
         self.config, self.folder, self.world = config, folder, world
         self.tell = listener if listener is not None and world.first else Listener()
-        folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
+        self._lock = Lock(folder, self.tell.say)
+        self.checkpoints.first(self._lock.take)
         self.sources = open_sources(config, folder, world, self.tell.say)
         self.stepper = Stepper(self.sources.schema, config, world)
         r = config.reader
@@ -74,7 +130,6 @@ class Run:
             seed=config.seed, epochs=None, rank=world.rank, ranks=world.size,
         )  # fmt: skip
         self.batches = Batches(self.reader, workers=r.workers, pin_memory=world.device.type == "cuda")
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
         self.tasks = [task.name for task in self.sources.schema.tasks]
         epochs = 1 if config.epochs is None and config.steps is None else config.epochs
         ends = [config.steps, None if epochs is None else epochs * self.reader.steps]
@@ -87,8 +142,14 @@ class Run:
 
         RequestError where a checkpoint is there and ``resume`` is False, or it is of another configuration; and where
         the loss, the gradients or the weights are finite no more: that is seen at reports and before each save, and
-        nothing is saved.
+        nothing is saved. The folder is another run's to take once this returns.
         """
+        try:
+            return self._train(resume)
+        finally:
+            self._lock.free()
+
+    def _train(self, resume: bool) -> Result:
         result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
         self._began = self.stepper.number
         self._keep_config()
@@ -247,7 +308,14 @@ class Run:
             raise RequestError(f"{latest}: there is a run already; accepted: go on with it, or another folder")
         self._refuse_other_config()
         shared, own = self.stepper.state(), {}
-        step = self.checkpoints.load(shared, own)
+        try:
+            step = self.checkpoints.load(shared, own)
+        except Damaged as error:
+            go_on = "from the first step" if error.before is None else f"from step {error.before}"
+            raise RequestError(
+                f"{error.path}: damaged: {error.fault}; accepted: a whole one; without this folder the run goes on "
+                f"{go_on}"
+            ) from None
         assert step is not None
         self.stepper.number = step
         self.batches.load_state_dict(own["batches"])

@@ -2,8 +2,12 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,8 @@ import torch
 
 from gem.errors import RequestError
 from gem.model.work import Work
-from gem.train.config import parse_config
-from gem.train.loop import Health, Run
+from gem.train.config import load_config, parse_config
+from gem.train.loop import Health, Lock, Run
 from gem.train.records import Listener, Result
 from gem.train.world import join
 
@@ -213,3 +217,99 @@ def test_a_limit_on_files_is_one_line_too(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith(f"{tmp_path}/step-000002.part: cannot be written: File too large; free"), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    """A real process holds it; killed, with readers' processes that outlive it for a while, it holds it no more."""
+    config = written(tmp_path / "a.toml", steps=100_000, checkpoint_every=1, reader=CONFIG["reader"] | {"workers": 1})
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "gem", "train", config, "--out", str(out), "--device", "cpu"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: steps(out), first)
+        done = gem(config, "--out", str(out))
+        assert done.returncode == 2
+        assert f"gem: error: {out}: another run is at work in it; accepted: another folder" in done.stderr
+        assert done.stderr.count("\n") == 1 and len(list((out / "tensorboard").iterdir())) == 1
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    Lock(out, print).take()
+
+
+def test_ctrl_c_is_one_line_that_names_the_last_checkpoint(tmp_path):
+    config, out = written(tmp_path / "a.toml", steps=100_000), tmp_path / "out"
+    command = [sys.executable, "-m", "gem", "train", config, "--out", str(out), "--device", "cpu"]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: [path for path in steps(out) if not path.endswith(".part")], run)
+    run.send_signal(signal.SIGINT)
+    errors = run.communicate(timeout=60)[1]
+    assert run.returncode == 130
+    last = max(path for path in steps(out) if not path.endswith(".part"))
+    message = f"gem: interrupted: the last checkpoint is {out}/checkpoints/{last}; the same command goes on from it"
+    assert errors.splitlines()[-1] == message and "Traceback" not in errors
+    assert sum("interrupted" in line for line in errors.splitlines()) == 1
+
+
+def wait_for(there: Callable[[], Any], process: subprocess.Popen) -> None:
+    for _ in range(1200):
+        if there():
+            return
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail("nothing came")
+
+
+def test_a_lock_is_taken_once_and_freed(tmp_path):
+    first = Lock(tmp_path / "new", print)
+    first.take()
+    with pytest.raises(RequestError, match="another run is at work in it"):
+        Lock(tmp_path / "new", print).take()
+    first.free()
+    Lock(tmp_path / "new", print).take()
+
+
+def test_a_place_that_is_no_folder_is_named_before_the_first_step(tmp_path):
+    place = tmp_path / "file"
+    place.write_text("")
+    assert refused(place) == f"{place}: is a file; accepted: a folder for the run, or nothing yet"
+    assert refused(place / "inner").startswith(f"{place}/inner: cannot be written: Not a directory; accepted:")
+    assert refused(Path("/proc/run")).startswith("/proc/run: cannot be written: ")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    assert refused(tmp_path / "run").startswith(f"{tmp_path}/run/checkpoints: is no folder; accepted: ")
+    done = gem(written(tmp_path / "a.toml"), "--out", "/proc/run")
+    assert done.returncode == 2 and "/proc/run: cannot be written: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_damage_is_told_in_words_that_a_command_can_follow(tmp_path):
+    train(tmp_path, steps=4)
+    for step, then in ((4, "from step 2"), (2, "from the first step")):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        (folder / "manifest.json").write_text("{}")
+        message = refused(tmp_path)
+        assert message.startswith(f"{folder}: damaged: manifest.json") and message.endswith(f"goes on {then}")
+        assert "load(" not in message
+        shutil.rmtree(folder)
+    assert train(tmp_path).resumed_at is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("model.foo=1", "unknown field 'model.foo'; accepted: preset, table_dim, dim"),
+        ("model.dim=0", "model.dim = 0: Input should be greater than or equal to 1"),
+        ("reader.foo=1", "unknown field 'reader.foo'; accepted: batch, base, pool"),
+        ("foo=1", "unknown field 'foo'; accepted: data, model, reader"),
+    ],
+)
+def test_a_wrong_field_is_named_in_full_with_what_is_accepted(tmp_path, change, message):
+    path = tmp_path / "a.toml"
+    written(path)
+    with pytest.raises(RequestError) as caught:
+        load_config(path, (change,))
+    assert str(caught.value).startswith(f"{path}: {message}")
