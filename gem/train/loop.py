@@ -26,7 +26,7 @@ from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
 from gem.train.profile import measure_efficiency
 from gem.train.records import Efficiency, Evaluation, Listener, Progress, Result
-from gem.train.sources import open_sources
+from gem.train.sources import fingerprint, open_sources
 from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
 from gem.train.world import World
@@ -37,6 +37,8 @@ _FREE = {
     "reader.workers",
 }  # fmt: skip
 
+
+_DATA = "fingerprint"  # of the data, beside the configuration's fields in config.json
 
 _held: set[int] = set()  # files of this process's locks
 
@@ -130,6 +132,7 @@ class Run:
             seed=config.seed, epochs=None, rank=world.rank, ranks=world.size,
         )  # fmt: skip
         self.batches = Batches(self.reader, workers=r.workers, pin_memory=world.device.type == "cuda")
+        self._data: dict[str, Any] | None = None  # its fingerprint, of the first rank
         self.tasks = [task.name for task in self.sources.schema.tasks]
         epochs = 1 if config.epochs is None and config.steps is None else config.epochs
         ends = [config.steps, None if epochs is None else epochs * self.reader.steps]
@@ -152,7 +155,7 @@ class Run:
     def _train(self, resume: bool) -> Result:
         result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
         self._began = self.stepper.number
-        self._keep_config()
+        self.checkpoints.first(self._keep_config)
         self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")
@@ -306,7 +309,7 @@ class Run:
             return None
         if not resume:
             raise RequestError(f"{latest}: there is a run already; accepted: go on with it, or another folder")
-        self._refuse_other_config()
+        self.checkpoints.first(self._refuse_other_config)
         shared, own = self.stepper.state(), {}
         try:
             step = self.checkpoints.load(shared, own)
@@ -332,6 +335,7 @@ class Run:
             raise RequestError(f"{path}: {what}; accepted: the run's configuration") from None
         if not isinstance(document, dict):
             raise RequestError(f"{path}: holds no object; accepted: the run's configuration")
+        data = document.pop(_DATA, None)
         before, now = _settings(parse_config(document, str(path))), _settings(self.config)
         for name in sorted((before.keys() | now.keys()) - _FREE):
             if before.get(name) != now.get(name):
@@ -339,12 +343,35 @@ class Run:
                     f"{self.folder}: has a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; accepted: "
                     "the same, or another folder"
                 )
+        if data is None:  # of a run from before it was kept
+            self.tell.say(f"{path}: has no fingerprint of the data; they are taken to be those of the run")
+        elif data != self._fingerprint():
+            odd = [
+                name
+                for name, value in self._fingerprint().items()
+                if not isinstance(data, dict) or data.get(name) != value
+            ]
+            raise RequestError(
+                f"{self.folder}: has a run on other data of the same name: not the same {', '.join(odd)}; accepted: "
+                "the data as they were, or another folder"
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        if self._data is None:
+            try:
+                self._data = fingerprint(self.sources)
+            except OSError as error:
+                raise RequestError(f"{error.filename}: {error.strerror}; accepted: a file that can be read") from None
+        return self._data
 
     def _keep_config(self) -> None:
-        if self.world.first:
-            part = self.folder / "config.part"
-            part.write_text(self.config.model_dump_json(indent=1) + "\n")
+        document = self.config.model_dump(mode="json") | {_DATA: self._fingerprint()}
+        part = self.folder / "config.part"
+        try:
+            part.write_text(json.dumps(document, indent=1) + "\n")
             part.rename(self.folder / "config.json")
+        except OSError as error:
+            raise RequestError(f"{part}: cannot be written: {error.strerror}; accepted: a disk with room") from None
 
     def _parameters(self) -> dict[str, int]:
         model = self.stepper.model

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gem.data.build import build_dataset
 from gem.data.parquet import Dataset
@@ -17,6 +19,8 @@ from gem.errors import RequestError
 from gem.train.config import FolderData, LogData, SyntheticData, TrainConfig
 from gem.train.world import World
 
+_END = 2**20  # bytes at each end of a file that are looked at
+
 Floors = Callable[[Samples], dict[str, Floor]]
 
 
@@ -28,6 +32,7 @@ class Sources:
     train: Source
     valid: Source | None
     floors: Floors | None = None
+    files: tuple[Path, ...] = ()  # what it was all read from, in order
 
 
 def open_sources(
@@ -43,7 +48,8 @@ def open_sources(
         return _stored(Path(data.train), None if data.valid is None else Path(data.valid))
     built = _built(data, folder, world, say)
     valid = built / "valid"
-    return _stored(built / "train", valid if Dataset.open(valid).rows else None)
+    found = _stored(built / "train", valid if Dataset.open(valid).rows else None)
+    return replace(found, files=(Path(data.path),))
 
 
 def _stored(train: Path, valid: Path | None) -> Sources:
@@ -54,7 +60,36 @@ def _stored(train: Path, valid: Path | None) -> Sources:
         if dataset.schema != found[0].schema:
             raise RequestError(f"{path}: another schema than {train}; accepted: the same")
     sources = [StoredSource(dataset) for dataset in found]
-    return Sources(found[0].schema, sources[0], sources[1] if len(sources) > 1 else None)
+    files = tuple(path for dataset in found for path in dataset.files)
+    return Sources(found[0].schema, sources[0], sources[1] if len(sources) > 1 else None, files=files)
+
+
+def fingerprint(sources: Sources) -> dict[str, Any]:
+    """What tells data from other data of the same name, as JSON values; times and places of files do not count.
+
+    Of each file size, first and last ``_END`` bytes: of a parquet file these are its footer, with the least and the
+    largest of each column, of a log its oldest and newest rows.
+    """
+    valid = sources.valid
+    return {
+        "schema": hashlib.sha256(sources.schema.model_dump_json().encode()).hexdigest(),
+        "training samples": len(sources.train),
+        "validation samples": 0 if valid is None else len(valid),
+        "bytes": sum(path.stat().st_size for path in sources.files),
+        "first and last bytes of the files": _ends(sources.files),
+    }
+
+
+def _ends(files: tuple[Path, ...]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(size.to_bytes(8, "little"))
+            for start in (0, max(0, size - _END)):
+                file.seek(start)
+                found.update(file.read(_END))
+    return found.hexdigest()
 
 
 def _built(data: LogData, folder: Path, world: World, say: Callable[[str], None]) -> Path:

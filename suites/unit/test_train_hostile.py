@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from gem.data.parquet import write_samples
+from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.model.work import Work
 from gem.train.config import load_config, parse_config
@@ -182,6 +184,8 @@ def test_efficiency_is_measured_on_the_heaviest_piece_and_its_failure_costs_no_r
 
 _FULL = """
 import sys, torch
+from gem.data.parquet import write_samples
+from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.train.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
@@ -313,3 +317,55 @@ def test_a_wrong_field_is_named_in_full_with_what_is_accepted(tmp_path, change, 
     with pytest.raises(RequestError) as caught:
         load_config(path, (change,))
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+# -- other data under the same names -----------------------------------------------------------------------------------
+
+
+def log_of(path: Path, change: int = 0) -> None:
+    rows = [(i * 7 % 23, i * 5 % 17, 1 + (i * 3 + change) % 5, 1_000_000 + i // 2) for i in range(400)]
+    path.write_text("userId,movieId,rating,timestamp\n" + "".join(f"{u},{m},{r},{t}\n" for u, m, r, t in rows))
+
+
+def test_another_log_under_the_same_path_is_refused(tmp_path):
+    log, out = tmp_path / "log.csv", tmp_path / "out"
+    log_of(log)
+    data = {"kind": "log", "path": str(log)}
+    reader = {"batch": 32, "base": 8, "pool": 8}
+    train(out, data=data, reader=reader, steps=2)
+    os.utime(log, (1, 1))  # touched, copied: the same data
+    assert train(out, data=data, reader=reader, steps=4).resumed_at == 2
+    log_of(log, 1)  # as many rows and bytes
+    assert "has a run on other data of the same name: not the same first and last bytes of the files;" in refused(
+        out, data=data, reader=reader
+    )
+
+
+def test_other_files_in_the_same_folder_are_refused_and_copies_are_not(tmp_path):
+    place, out = tmp_path / "samples", tmp_path / "out"
+    drawn = Synthetic(SyntheticConfig.model_validate(CONFIG["data"]["train"]))
+    write_samples(place, drawn.schema, (drawn.read_chunk(i) for i in range(drawn.chunks)))
+    data = {"kind": "parquet", "train": str(place)}
+    train(out, data=data, steps=2)
+    shutil.copytree(place, tmp_path / "copy")
+    shutil.rmtree(place)
+    (tmp_path / "copy").rename(place)
+    assert train(out, data=data, steps=4).resumed_at == 2
+    shutil.rmtree(place)
+    write_samples(place, drawn.schema, (drawn.read_chunk(i) for i in range(drawn.chunks - 1)))
+    assert "not the same training samples, bytes, first and last bytes" in refused(out, data=data)
+    shutil.rmtree(place)
+    other = Synthetic(SyntheticConfig.model_validate(CONFIG["data"]["train"] | {"seed": 1}))
+    write_samples(place, drawn.schema, (other.read_chunk(i) for i in range(other.chunks)))
+    assert "has a run on other data of the same name" in refused(out, data=data)
+
+
+def test_a_run_from_before_fingerprints_goes_on_and_says_so(tmp_path):
+    train(tmp_path, steps=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["fingerprint"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = Told()
+    assert train(tmp_path, told, steps=4).resumed_at == 2
+    assert any("has no fingerprint of the data" in line for line in told.lines)
+    assert "fingerprint" in json.loads((tmp_path / "config.json").read_text())
