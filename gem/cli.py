@@ -77,7 +77,7 @@ def doctor(paths: Paths = None, device: Device = "auto") -> None:
 
 @app.command()
 def report(
-    document: Annotated[Path, typer.Argument(metavar="DOC.json", help="A document written by gem run --json.")],
+    document: Annotated[Path, typer.Argument(metavar="DOC.json", help="A document that gem run or gem train wrote.")],
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.")] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -131,10 +131,7 @@ def run(
     if log_format is not None and lengths is None:
         raise RequestError(f"--format {log_format!r} without --lengths; accepted: the format of a --lengths FILE")
     chosen_peers, chosen_impls = _peers(peers), _impls(impls)
-    for target in (json, html):
-        _check_writable(target)
-    if json is not None and html is not None and json.resolve() == html.resolve():
-        raise RequestError(f"--json and --html are one file, {json}; accepted: two")
+    _check_outputs(json, html)
     cases = load_suites(paths or [], k)
     facts = environment.facts(device)
     if environment.version("torch") is None:
@@ -226,6 +223,14 @@ def _impls(text: str | None) -> list[str] | None:
     return list(dict.fromkeys(chosen))
 
 
+def _check_outputs(json: Path | None, html: Path | None) -> None:
+    """Refuse what could not be written, and two documents in one file, before anything runs."""
+    for target in (json, html):
+        _check_writable(target)
+    if json is not None and html is not None and json.resolve() == html.resolve():
+        raise RequestError(f"--json and --html are one file, {json}; accepted: two")
+
+
 def _check_writable(target: Path | None) -> None:
     """Refuse before the run what could not be written after it."""
     if target is None:
@@ -265,7 +270,9 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Over the file's: --set reader.batch=512.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to go on from a checkpoint in the folder.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Refuse a folder that holds a run; without it a run is gone on with.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results document.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report with the step's waterfall.")] = None,
     device: Device = "auto",
@@ -277,8 +284,7 @@ def train(
     """
     from gem.train.config import load_config
 
-    for target in (json, html):
-        _check_writable(target)
+    _check_outputs(json, html)
     checked = load_config(config, tuple(changes or ()))
 
     from gem.harness import environment, table, training
@@ -294,7 +300,7 @@ def train(
                 return
             with training.TrainingConsole(table.make_console(stderr=True), place) as console:
                 result = Run(checked, place, world, console).train(resume=not fresh)
-            document = training.document_of(result, config.stem, environment.capture(world.device.type))
+            document = training.document_of(result, checked, config.stem, environment.capture(world.device.type))
     except KeyboardInterrupt:
         latest = Checkpoints(place / "checkpoints").latest()
         kept = f"the last checkpoint is {latest}; the same command goes on from it" if latest is not None else ""

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gem.harness import names
 from gem.harness.results import Document, Row, WaterfallPart, waterfall_key
+from gem.train.config import TrainConfig
 from gem.train.records import Evaluation, Listener, Result
 from gem.train.records import Progress as Figures
 
@@ -112,7 +113,7 @@ def evaluation_text(found: Evaluation) -> str:
     return "validation  " + ";  ".join(parts)
 
 
-def document_of(result: Result, name: str, environment: dict[str, Any]) -> Document:
+def document_of(result: Result, config: TrainConfig, name: str, environment: dict[str, Any]) -> Document:
     """The results of a run: case ``name`` has its speed, ``name.<task>`` the quality of the last evaluation."""
     rows: list[Row] = []
 
@@ -139,9 +140,15 @@ def document_of(result: Result, name: str, environment: dict[str, Any]) -> Docum
         if floor is not None:
             add(case, "ne_floor", floor)
             add(case, "ne_above_floor", one["ne"] / floor - 1)
-        add(case, "auc", one["auc"], why)
+        # By bins of the logit, the outer ones open: said where that may show.
+        near = f"the exact AUC is within {one['auc_error']:.2g}" if one["auc_error"] > 1e-3 else ""
+        add(case, "auc", one["auc"], why or near)
         add(case, "calibration", abs(one["calibration"] - 1), why)
-    request = {"steps": result.steps, "parameters": result.parameters, "data": result.described}
+    request = {
+        "steps": result.steps, "from_step": result.resumed_at or 0, "parameters": result.parameters,
+        "data": result.described, "config": config.model_dump(mode="json", exclude_none=True),
+        "model": config.sizes().model_dump(mode="json"),
+    }  # fmt: skip
     ceilings = {} if speed is None else {"tflops": {"peak": speed.peak / 1e12}}
     return Document(environment=environment, request=request, rows=rows, ceilings=ceilings, waterfalls=waterfalls)
 

@@ -4,11 +4,9 @@ A run is exact: what it computes follows from configuration and data, and one th
 on from its last checkpoint as if it had not been (bit for bit on a CPU).
 """
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from gem.errors import RequestError
 from gem.model.work import Work
 from gem.train.checkpoint import Checkpoints, Damaged, rng_state, set_rng_state
 from gem.train.config import TrainConfig, parse_config
+from gem.train.guard import Health, Lock
 from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
 from gem.train.profile import measure_efficiency
@@ -39,80 +38,6 @@ _FREE = {
 
 
 _DATA = "fingerprint"  # of the data, beside the configuration's fields in config.json
-
-_held: set[int] = set()  # files of this process's locks
-
-
-def _let_go() -> None:
-    """A reader's process would hold the lock for a while after a killed run. Closing frees nothing of the parent's."""
-    for handle in _held:
-        os.close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-class Lock:
-    """A run's folder for one run at a time. The kernel frees it when the process ends, however it does."""
-
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self._say, self._handle = folder, say, -1
-
-    def take(self) -> None:
-        """RequestError where another run has it, or the folder cannot be made or written."""
-        path = self.folder / "lock"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            raise RequestError(f"{self.folder}: is a file; accepted: a folder for the run, or nothing yet") from None
-        except OSError as error:
-            raise RequestError(
-                f"{self.folder}: cannot be written: {error.strerror}; accepted: a folder for the run that can"
-            ) from None
-        _held.add(self._handle)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.free()
-            raise RequestError(
-                f"{self.folder}: another run is at work in it; accepted: another folder, or wait for its end"
-            ) from None
-        except OSError as error:
-            self._say(f"{path}: not locked: {error.strerror}: nothing keeps a second run out of the folder")
-
-    def free(self) -> None:
-        """Let another run have it."""
-        if self._handle in _held:
-            _held.remove(self._handle)
-            os.close(self._handle)
-
-    def __del__(self) -> None:
-        self.free()
-
-
-class Health:
-    """The first step whose loss or gradient norm was not finite. Nothing waits for the device until it is asked."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._fine = torch.ones((), dtype=torch.bool, device=device)
-        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # noted and fine
-        self._figures = torch.zeros(2, device=device)  # of the first step that is not, else of the last
-
-    def note(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """A step's figures, fp32 []."""
-        now = torch.stack([loss, loss if norm is None else norm]).float()
-        self._figures = torch.where(self._fine, now, self._figures)
-        self._fine = self._fine & now.isfinite().all()
-        self._steps += self._fine
-
-    def fault(self) -> tuple[int, float, float] | None:
-        """(steps noted before it, its loss, its norm); waits for the device."""
-        if bool(self._fine):
-            return None
-        loss, norm = self._figures.tolist()
-        return int(self._steps), loss, norm
 
 
 class Run:
@@ -160,7 +85,9 @@ class Run:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")
         batch = self._loop(result)
-        if batch is not None:
+        if batch is None:
+            self.tell.say(f"all {self.total} steps are done: the results have no speed, and no waterfall")
+        else:
             self._save()
         if not result.evaluations or result.evaluations[-1].step != self.stepper.number:
             self._evaluate(result)
@@ -306,6 +233,8 @@ class Run:
     def _resume(self, resume: bool) -> int | None:
         latest = self.checkpoints.latest()
         if latest is None:
+            if (self.folder / "config.json").exists():
+                self.tell.say(f"{self.folder}: a run was here and left no checkpoint: from the first step")
             return None
         if not resume:
             raise RequestError(f"{latest}: there is a run already; accepted: go on with it, or another folder")

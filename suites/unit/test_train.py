@@ -333,6 +333,16 @@ def test_gem_train_on_a_log_leaves_documents_and_events(tmp_path):
     assert 0 < (metrics["films.ctr", "auc"] or 0) < 1
     assert list(document.waterfalls) == ["train::films/gem"]
     assert "tower.0" in html.read_text()
+    told = document.request
+    assert (told["steps"], told["from_step"], told["config"]["reader"]["batch"]) == (8, 0, 32)
+    assert (told["model"]["layers"], told["model"]["dim"]) == (1, 64)
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=180, env=os.environ | {"COLUMNS": "200"})
+    assert "all 8 steps are done: the results have no speed" in again.stderr
+    assert read_document(json_file).request["from_step"] == 8
+    one_file = [*command[:7], "--json", str(json_file), "--html", str(json_file)]
+    refused = subprocess.run(one_file, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "--json and --html are one file" in refused.stderr
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

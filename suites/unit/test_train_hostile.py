@@ -19,7 +19,8 @@ from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.model.work import Work
 from gem.train.config import load_config, parse_config
-from gem.train.loop import Health, Lock, Run
+from gem.train.guard import Health, Lock
+from gem.train.loop import Run
 from gem.train.records import Listener, Result
 from gem.train.world import join
 
