@@ -130,7 +130,7 @@ def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
     _refuse_non_finite(document, where)
     try:
         # As JSON, whose arrays a strict model takes for tuples.
-        return TrainConfig.model_validate_json(json.dumps(document))
+        return TrainConfig.model_validate_json(json.dumps(_without(document)))
     except TypeError as error:
         raise RequestError(f"{where}: {error}; accepted: numbers, words, true, false, lists and tables") from None
     except ValidationError as error:
@@ -138,6 +138,21 @@ def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
         raise RequestError(f"{where}: {_explain(first)}") from None
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
+
+
+# Fields that have a default and may be nothing; TOML has no null, so the word "none" says it.
+_MAY_BE_NONE = ("model.history", "model.keys", "clip", "checkpoint_every")
+
+
+def _without(document: dict[str, Any]) -> dict[str, Any]:
+    found = dict(document)
+    for path in _MAY_BE_NONE:
+        table, _, name = path.rpartition(".")
+        own = found.get(table) if table else found
+        if isinstance(own, dict) and own.get(name) == "none":
+            changed = own | {name: None}
+            found = found | {table: changed} if table else changed
+    return found
 
 
 def _refuse_non_finite(value: Any, where: str, at: str = "") -> None:

@@ -276,6 +276,23 @@ def test_a_wrong_configuration_is_one_line(changes, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_word_none_for_what_may_be_nothing():
+    nothing = {"data": {"kind": "synthetic"}, "clip": "none", "checkpoint_every": "none", "model": {"keys": "none"}}
+    config = parse_config(nothing, "test")
+    assert (config.clip, config.checkpoint_every, config.sizes().keys, config.sizes().history) == (
+        None,
+        None,
+        None,
+        "history",
+    )
+    assert parse_config(json.loads(config.model_dump_json()), "test") == config
+    with pytest.raises(RequestError, match="lr = 'none'"):
+        parse_config({"data": {"kind": "synthetic"}, "lr": "none"}, "test")
+    assert (
+        parse_config({"data": {"kind": "synthetic"}, "reader": {"strategy": "none"}}, "test").reader.strategy == "none"
+    )
+
+
 def test_files_and_changes(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('lr = 0.5\n[data]\nkind = "synthetic"\n')
