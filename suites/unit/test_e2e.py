@@ -111,7 +111,7 @@ class DeepSpeedProbe:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="ci/requirements-deepspeed.txt")
 def test_deepspeed_learns_the_padded_model_with_rates_of_its_own_for_tables():
-    with Worker("deepspeed", f"{__name__}:DeepSpeedProbe") as worker:
+    with Worker("deepspeed", "test_e2e:DeepSpeedProbe") as worker:
         seen = worker.call("look", {"lr": 1e-3}, timeout_s=120)
     assert seen["layout"] == "Padded"
     assert seen["found"] == pytest.approx(Gem(params(lr=1e-3), "cpu").losses(), rel=1e-4)
