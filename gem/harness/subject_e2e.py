@@ -11,6 +11,7 @@ each. Batches come from reader processes in every step: nobody gets time without
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -43,8 +44,8 @@ POOL = 4  # batches that a reader balances at a time
 PREFETCH = 1  # batches that each reader holds ready
 
 
-class _Contestant:
-    """What they have in common: data, batch sizes, turns. ``_step`` is each one's own."""
+class _Contestant(ABC):
+    """What they have in common: data, batch sizes, turns. How each trains is its own."""
 
     name: str
     padded = False
@@ -61,25 +62,25 @@ class _Contestant:
         self.source = Synthetic(self.config.data.train)
         self._stream: Iterator[list[Samples]] = iter(())
         if device == "cuda":
-            # The harness has its workers compile in one thread, for others' turns; here nobody's turn comes before all
-            # have compiled, and a model's layers take minutes so.
+            # The harness has its workers compile in one thread, so as not to disturb others' turns; here nobody's turn
+            # comes before all have compiled.
             import torch._inductor.config as inductor
 
             inductor.compile_threads = min(32, os.cpu_count() or 1)
         # Pieces are many small tensors, more than a process may have files open.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
+    @abstractmethod
     def _step(self, pieces: list[Samples]) -> Tensor:
         """Train on a batch whose pieces lie on the device; the loss before it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _watched(self, pieces: list[Samples]) -> dict[str, float]:
         """The same; loss, norm of all gradients, norm of the tables'."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _set_table_rate(self, factor: float) -> None:
         """What the rate of the tables' optimizer is multiplied by."""
-        raise NotImplementedError
 
     def losses(self) -> dict[str, float]:
         """Of the first samples, in two pieces each step. Tables rest: their optimizer is not the baselines'."""

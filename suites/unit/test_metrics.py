@@ -167,7 +167,7 @@ def test_a_logit_without_a_label_may_be_anything():
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
-def same(one: TaskQuality, other: TaskQuality) -> None:
+def assert_same(one: TaskQuality, other: TaskQuality) -> None:
     assert (one["samples"], one["positives"], one["undefined"]) == (
         other["samples"], other["positives"], other["undefined"]
     )  # fmt: skip
@@ -193,7 +193,7 @@ def test_any_split_merges_to_the_same(batch, cuts, reduced):
         for rank in ranks:
             total.merge(rank)
     for task in ("ctr", "cvr"):
-        same(total.compute()[task], whole.compute()[task])
+        assert_same(total.compute()[task], whole.compute()[task])
 
 
 def test_the_state_is_a_copy():

@@ -35,7 +35,7 @@ def padded(layout: Padded, x_THD: Tensor) -> Tensor:
     return out.masked_scatter(layout.real_BL[:, :, None, None], x_THD)
 
 
-def agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
+def assert_agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> None:
     """Rows and all gradients, for an arbitrary gradient of the result."""
     torch.testing.assert_close(got, wanted)
     weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(9), dtype=wanted.dtype)
@@ -62,7 +62,7 @@ def test_block_attention(block):
     layout, leaves = Padded(events_of(LENGTHS)), [rows(sum(LENGTHS), seed) for seed in range(3)]
     q, k, v = (padded(layout, x) for x in leaves)
     got = layout.blocks(q, k, v, ROPE, block)[layout.real_BL]
-    agree(got, reference.block_attention(*leaves, offsets=OFFSETS, block=block, rope=ROPE), leaves)
+    assert_agree(got, reference.block_attention(*leaves, offsets=OFFSETS, block=block, rope=ROPE), leaves)
 
 
 @pytest.mark.parametrize("left", [0, 5, 64, 100, 129, 400])
@@ -74,7 +74,7 @@ def test_window_attention(left):
     rope, offsets = rope_tables(max(lengths), HEAD_DIM), torch.tensor([0, *lengths]).cumsum(0)
     got = layout.window(q, k, v, rope, left)[layout.real_BL]
     q, k = (torch.cat([reference.rotate(one, *rope) for one in x.split(lengths)]) for x in leaves[:2])
-    agree(got, reference.jagged_attention(q, k, leaves[2], offsets, causal=True, window=(left, 0)), leaves)
+    assert_agree(got, reference.jagged_attention(q, k, leaves[2], offsets, causal=True, window=(left, 0)), leaves)
 
 
 @pytest.mark.parametrize("activation", ["gelu_taylor", "silu"])
@@ -84,7 +84,7 @@ def test_cross_attention(activation):
     q, k, v = padded(layout, leaves[0]), *(padded(keys, x) for x in leaves[1:])
     got = layout.cross(q, k, v, keys, activation, 0.3)[layout.real_BL]
     wanted = reference.gdpa(*leaves, q_offsets=OFFSETS, k_offsets=KEY_OFFSETS, activation=activation, qk_scale=0.3)
-    agree(got, wanted, leaves)
+    assert_agree(got, wanted, leaves)
 
 
 def test_pooling():
@@ -94,7 +94,7 @@ def test_pooling():
     wanted = reference.gdpa(
         *leaves, q_offsets=None, k_offsets=OFFSETS, activation="gelu_taylor", qk_scale=0.3, broadcast_q=True
     )
-    agree(got.flatten(0, 1), wanted, leaves)
+    assert_agree(got.flatten(0, 1), wanted, leaves)
 
 
 def models(**sizes) -> tuple[GemModel, GemModel]:
