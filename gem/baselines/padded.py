@@ -30,7 +30,7 @@ from gem.activations import FORWARD as ACTIVATIONS
 from gem.data.samples import Events, Samples
 from gem.model.layout import Layout, Rope
 
-_FINE, _COARSE = 8, 64  # lengths are rounded up to 8; to 64 where that adds no more than an eighth
+_FINE, _COARSE = 8, 64  # lengths are rounded up to 8; from 64 on to 64, the block that attention rounds up to anyway
 
 
 def pad(samples: Samples) -> Samples:
@@ -45,7 +45,7 @@ def pad_events(events: Events) -> Events:
     """One sequence of ``pad``. On a GPU this waits for the longest length."""
     lengths = events.lengths
     longest = int(lengths.max()) if lengths.numel() else 0
-    step = _COARSE if longest >= _COARSE * 8 else _FINE
+    step = _COARSE if longest >= _COARSE else _FINE
     room = max(step, -(-longest // step) * step)
     real_BL = torch.arange(room, device=lengths.device) < lengths[:, None]
 
@@ -86,7 +86,8 @@ class Padded:
         """See Layout."""
         q, k = self._rotated(q, k, rope)
         q, k, v = (_chunks(x, block).flatten(0, 1).transpose(1, 2) for x in (q, k, v))
-        real = F.pad(self.real_BL, (0, -self.room % block)).unflatten(1, (-1, block)).flatten(0, 1)
+        real = self.real_BL if self.room % block == 0 else F.pad(self.real_BL, (0, -self.room % block))
+        real = real.unflatten(1, (-1, block)).flatten(0, 1)
         # In a block of nothing but padding all keys are seen: not all of SDPA's backends make 0 of an empty softmax.
         seen = real | ~real[:, :1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :])
@@ -146,9 +147,8 @@ class Padded:
 
 def _chunks(x: Tensor, size: int) -> Tensor:
     """[B, L, H, D] to [B, C, size, H, D], the last one filled up with 0."""
-    short = -x.shape[1] % size
-    if torch.compiler.is_compiling() or short:  # compiled code must not branch on it: one graph for all lengths
-        x = F.pad(x, (0, 0, 0, 0, 0, short))
+    if x.shape[1] % size:
+        x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
     return x.unflatten(1, (-1, size))
 
 

@@ -106,7 +106,10 @@ class GemModel(nn.Module):
             if history is not None:
                 assert events is not None
                 keys = layouts.get(self.config.keys or "")
-                events, found_BNE = self.tower[number](events, layouts[history], x_BME, short, keys)
+                # In the events' type: interactions give fp32 where the first layer is given bf16, and each type is
+                # compiled for.
+                asking_BME = x_BME.to(events.dtype)
+                events, found_BNE = self.tower[number](events, layouts[history], asking_BME, short, keys)
                 self._varies(events, layout=layouts[history])
                 summaries = [found_BNE]
             x_BME = interaction(torch.cat([x_BME, *summaries], 1))
@@ -147,7 +150,8 @@ class GemModel(nn.Module):
         """
         self.compiled = True
         for part in (*self.events.values(), *self.tower):
-            part.compile()
+            # Widths are multiples of 64 here; to pad products for the number of rows would be compiled for each case.
+            part.compile(options={"shape_padding": False})
 
     def flops(self, work: Work) -> float:
         """Useful FLOPs of a forward."""
