@@ -134,18 +134,24 @@ def best_batch(sizes: Sequence[int], samples_per_s: Callable[[int], float], repo
             if not is_out_of_memory(error) or not tried:
                 raise
             note = f"{size} does not fit"
-        gc.collect()  # what refers to itself holds memory until it is found; too slow (0.15 s) for every turn
-        release()
+        release(found_too=True)
         if note:
             break
     report(len(sizes), len(sizes))
     return Ready(max(tried, key=lambda size: tried[size]), tried, note)
 
 
-def release() -> None:
-    """Give back the device memory that torch keeps for reuse: others live on the same device."""
+def release(found_too: bool = False) -> None:
+    """Give back the device memory that torch keeps for reuse: others live on the same device.
+
+    ``found_too``: also what refers to itself, which holds memory until Python looks for it (0.15 s). On a GPU always:
+    in a race on an H200 a contestant kept 97 GiB after a turn, and the others' next turns failed.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    if found_too or on_gpu:
+        gc.collect()
+    if torch is not None and on_gpu:
         torch.cuda.empty_cache()
 
 

@@ -109,6 +109,7 @@ class GemModel(nn.Module):
                 # In the events' type: interactions give fp32 where the first layer is given bf16, and each type is
                 # compiled for.
                 asking_BME = x_BME.to(events.dtype)
+                self._varies(asking_BME)
                 events, found_BNE = self.tower[number](events, layouts[history], asking_BME, short, keys)
                 self._varies(events, layout=layouts[history])
                 summaries = [found_BNE]
