@@ -25,7 +25,7 @@ LAYERS = {
     "ops": ("precision",),
     "model": ("model",),
     "train": ("train", "sharding", "memory", "baselines"),
-    "harness": ("harness", "cli", "__main__"),
+    "harness": ("harness", "commands", "cli", "__main__"),
     "aside": ("data", "scale"),
 }
 ORDER = ("base", "kernels", "ops", "model", "train", "harness")

@@ -1,0 +1,66 @@
+"""What commands share: their arguments, exit codes, and how a document is written and shown."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gem.errors import RequestError
+
+EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
+
+Paths = Annotated[
+    list[str] | None, typer.Argument(metavar="[PATHS]...", help="Suites: files, directories, FILE::case.")
+]
+Expression = Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only ids that match, as in pytest -k.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show passing checks one by one too.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
+
+
+def show(document: Any, json: Path | None, html: Path | None, verbose: bool, selected: list[str] | None = None) -> Any:
+    """Write the files, print the table, and return the summary. The files first: a closed pipe must not cost them."""
+    from gem.harness import table
+    from gem.harness.results import write_document
+
+    console = table.make_console()
+    if json is not None:
+        write_document(document, json)
+    if html is not None:
+        from gem.harness.report import write_report
+
+        write_report(document, html)
+    summary = table.summarise(document, selected)
+    console.print(table.machine_text(document))
+    for part in table.results_tables(document, verbose):
+        console.print(part)
+    for target in (json, html):
+        if target is not None:
+            console.print(f"wrote {target}")
+    console.print(str(summary))
+    return summary
+
+
+def check_outputs(json: Path | None, html: Path | None) -> None:
+    """Refuse what could not be written, and two documents in one file, before anything runs."""
+    for target in (json, html):
+        _check_writable(target)
+    if json is not None and html is not None and json.resolve() == html.resolve():
+        raise RequestError(f"--json and --html are one file, {json}; accepted: two")
+
+
+def _check_writable(target: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    if target is None:
+        return
+    if target.is_dir():
+        raise RequestError(f"{target}: is a directory; accepted: the path of a file to write")
+    if target.exists() and not target.is_file():
+        # Renaming onto a device node (/dev/null, say) would replace it.
+        raise RequestError(f"{target}: is no regular file; accepted: the path of a file to write")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.resolve().parent):
+            pass
+    except OSError as error:
+        raise RequestError(f"{target}: cannot be written: {error.strerror or error}") from error
