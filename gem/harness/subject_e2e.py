@@ -42,6 +42,7 @@ from gem.train.world import World
 BASE = 128  # samples of a base batch, at most
 POOL = 4  # batches that a reader balances at a time
 PREFETCH = 1  # batches that each reader holds ready
+MOST = 0.9  # of the device's memory that the others leave, at the best size of a piece
 
 
 class _Contestant(ABC):
@@ -67,6 +68,8 @@ class _Contestant(ABC):
             import torch._inductor.config as inductor
 
             inductor.compile_threads = min(32, os.cpu_count() or 1)
+            # Pieces are of many shapes, which else leave holes that no later piece fits into.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         if self.padded:
             # cuDNN's attention, SDPA's first choice here, plans anew for every shape, and each piece is one of its own:
             # on an H200 steps with it took 2.2 to 4.1 s, where the device worked for 0.8.
@@ -149,7 +152,16 @@ class _Contestant(ABC):
         return PREFETCH * self.params.workers + 1
 
     def _rate(self, size: int) -> float:
-        return self.params.step_samples * self.params.turn_steps / self._timed(self._batches(size))
+        cuda = self.world.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = self._timed(self._batches(size))
+        if cuda:
+            # Other batches need a little more: who just fits now is out of memory in some later turn.
+            room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            if torch.cuda.max_memory_allocated() > MOST * room:
+                raise torch.OutOfMemoryError(f"pieces of {size} leave less than {1 - MOST:.0%} of the memory free")
+        return self.params.step_samples * self.params.turn_steps / seconds
 
     def _timed(self, stream: Iterator[list[Samples]]) -> float:
         for _ in range(self._ahead):
