@@ -12,6 +12,8 @@ import typer
 from gem import __version__
 from gem.commands import inspect, report, run, train
 from gem.commands.common import EXIT_INTERRUPTED, EXIT_REQUEST
+from gem.commands.completion import completing, mend_bash_words
+from gem.commands.examples import epilog
 from gem.errors import RequestError
 
 app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -31,16 +33,17 @@ def _gem(
 
 
 # In the order of gem --help: what is asked first stands first.
-app.command("run")(run.run)
-app.command("list")(inspect.list_cases)
-app.command("doctor")(inspect.doctor)
-app.command("train")(train.train)
-app.command("report")(report.report)
+app.command("run", epilog=epilog("run"))(completing(run.run))
+app.command("list", epilog=epilog("list"))(completing(inspect.list_cases))
+app.command("doctor", epilog=epilog("doctor"))(completing(inspect.doctor))
+app.command("train", epilog=epilog("train"))(completing(train.train))
+app.command("report", epilog=epilog("report"))(completing(report.report))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script `gem`: runs the command line and exits with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    mend_bash_words()
     try:
         code = app(args=given, obj=given, prog_name="gem", standalone_mode=False)
     except RequestError as error:
