@@ -3,11 +3,11 @@
 suites/conftest.py takes these hooks for the project's suites; one's own: ``pytest -p gem.harness.pytest_plugin DIR``.
 A case is one item; what the machine lacks is a skip with its reason; a wrong declaration is a collection error in one
 line. All items of a pytest process share one session of the runner, so that its workers start once.
-The device is that of ``GEM_DEVICE`` (auto, cpu, cuda); auto when unset.
+The device is that of ``GEM_DEVICE`` (auto, cpu, cuda); auto when unset. Where there is pytest-benchmark, throughput
+cases are benchmarks too: see benchmark_entries.py.
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gem.errors import RequestError
-from gem.harness import environment
+from gem.harness import benchmark_entries, environment
 from gem.harness.case import AnyCase, Case
 from gem.harness.needs import check_needs
 from gem.harness.results import Row, own_status
@@ -44,6 +44,11 @@ def row_text(row: Row) -> str:
     value = "" if row.value is None else f" = {row.value:.6g}{f' {row.unit}' if row.unit else ''}"
     what = " ".join(part for part in (row.impl, row.direction, row.metric) if part)
     return f"  {row.status:7} {what}{value}{f': {row.reason}' if row.reason else ''}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Join pytest-benchmark, if it takes part."""
+    benchmark_entries.register(config)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> "SuiteFile | None":
@@ -83,6 +88,8 @@ class SuiteItem(pytest.Item):
         self.extra_keyword_matches.update((case.kind, case.subject))
         if isinstance(case, Case):
             self.extra_keyword_matches.add(case.fixture)
+        if case.kind == "throughput":
+            self.fixturenames = ("benchmark",)  # what pytest-benchmark knows benchmarks by, for its --benchmark-only
 
     def runtest(self) -> None:
         """Run the case in the session's workers."""
@@ -94,6 +101,8 @@ class SuiteItem(pytest.Item):
             pytest.skip(reason)
         rows = run_case(self.case, options, session)
         self.add_report_section("call", "rows", "\n".join(row_text(row) for row in rows))
+        if self.case.kind == "throughput" and (benchmarks := benchmark_entries.entries(self.config)):
+            benchmarks.add(self, rows)
         status = own_status(rows)
         if status == "skipped":
             pytest.skip("; ".join(dict.fromkeys(row.reason for row in rows if row.status == "skipped")))
@@ -118,7 +127,9 @@ def _session(config: pytest.Config) -> tuple[Any, Any]:
     if _SESSION not in config.stash:
         from gem.harness.runner import RunOptions, open_session
 
-        options = RunOptions(device=environment.facts(os.environ.get("GEM_DEVICE", "auto")).device)
+        options = RunOptions(device=benchmark_entries.chosen_device())
+        if benchmarks := benchmark_entries.entries(config):
+            benchmarks.start()
         with contextlib.ExitStack() as opened:
             config.stash[_SESSION] = options, opened.enter_context(open_session(options))
             config.add_cleanup(opened.pop_all().close)
