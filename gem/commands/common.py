@@ -1,6 +1,7 @@
 """What commands share: their arguments, exit codes, and how a document is written and shown."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,27 +19,67 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show passing che
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
 
 
-def show(document: Any, json: Path | None, html: Path | None, verbose: bool, selected: list[str] | None = None) -> Any:
-    """Write the files, print the table, and return the summary. The files first: a closed pipe must not cost them."""
+def show(
+    document: Any,
+    json: Path | None,
+    html: Path | None,
+    verbose: bool,
+    selected: list[str] | None = None,
+    on_json: Callable[[], None] = lambda: None,
+) -> Any:
+    """Write the files, print the table, and return the summary. The files first: a closed pipe must not cost them.
+
+    ``on_json`` is called once the document is written. A file that cannot be written does not cost the table either:
+    RequestError comes after it.
+    """
     from gem.harness import table
+
+    trouble = _write(document, json, html, on_json)
+    console = table.make_console()
+    summary = table.summarise(document, selected)
+    written = [target for target in (json, html) if target is not None and target not in trouble]
+    try:
+        console.print(table.machine_text(document))
+        for part in table.results_tables(document, verbose):
+            console.print(part)
+        for target in written:
+            console.print(f"wrote {target}")
+        console.print(str(summary))
+    except SystemExit:  # rich's answer to a closed pipe: whoever has read enough does not change the verdict
+        pass
+    if trouble:
+        raise RequestError("; ".join(trouble.values()))
+    return summary
+
+
+def _write(document: Any, json: Path | None, html: Path | None, on_json: Callable[[], None]) -> dict[Path, str]:
+    """Write what was asked for; what could not be written, and why."""
+    trouble = {}
+    for target, writer, then in ((json, _json_writer, on_json), (html, _html_writer, lambda: None)):
+        if target is None:
+            continue
+        try:
+            writer()(document, target)
+        except OSError as error:
+            # Without the number, with the file it speaks of: it may be another than the target.
+            trouble[target] = f"{target}: cannot be written: {str(error).rpartition('] ')[2]}"
+        except RequestError as error:
+            trouble[target] = str(error)
+        else:
+            then()
+    return trouble
+
+
+def _json_writer() -> Callable[[Any, Path], Any]:
     from gem.harness.results import write_document
 
-    console = table.make_console()
-    if json is not None:
-        write_document(document, json)
-    if html is not None:
-        from gem.harness.report import write_report
+    return write_document
 
-        write_report(document, html)
-    summary = table.summarise(document, selected)
-    console.print(table.machine_text(document))
-    for part in table.results_tables(document, verbose):
-        console.print(part)
-    for target in (json, html):
-        if target is not None:
-            console.print(f"wrote {target}")
-    console.print(str(summary))
-    return summary
+
+def _html_writer() -> Callable[[Any, Path], Any]:
+    from gem.harness.report import write_report
+
+    return write_report
 
 
 def check_outputs(json: Path | None, html: Path | None) -> None:

@@ -1,6 +1,8 @@
 """What a person sees while a run goes on: a live bar on a terminal, one plain line a case elsewhere. Always on stderr,
 so that the table on stdout can be piped."""
 
+import contextlib
+import os
 import time
 from collections import Counter
 from types import TracebackType
@@ -30,17 +32,42 @@ STYLES: dict[Status, str] = {
 }
 
 
-class LiveProgress:
-    """Draws runner events; call it with each. `finished` keeps the rows of the cases that are done."""
+def say(console: Console, text: str | Text) -> None:
+    """Print a line; when nobody reads it any more, or the disk behind it is full, that is no reason to end a run."""
+    try:
+        console.print(text, soft_wrap=True)
+    except (OSError, SystemExit):  # rich's answer to a closed pipe is to leave
+        silence(console)
 
-    def __init__(self, total: int, console: Console) -> None:
+
+def silence(console: Console) -> None:
+    """Drop all that is printed there from now on, and what waits in its buffer for the interpreter's end to flush."""
+    console.quiet = True
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, console.file.fileno())
+        os.close(nothing)
+
+
+def has_bar(console: Console) -> bool:
+    """Whether lines can be drawn over: a terminal that understands more than text (TERM=dumb does not)."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+class LiveProgress:
+    """Draws runner events; call it with each. `finished` keeps the rows of the cases that are done.
+
+    `taken`: cases that an earlier session of the run finished.
+    """
+
+    def __init__(self, total: int, console: Console, taken: dict[str, list[Row]] | None = None) -> None:
         self.total = total
         self.console = console
-        self.finished: dict[str, list[Row]] = {}
+        self.finished: dict[str, list[Row]] = dict(taken or {})
         self._counts: Counter[str] = Counter()
         self._started = time.monotonic()
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if has_bar(console):
             bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
@@ -50,7 +77,7 @@ class LiveProgress:
                 console=console,
                 transient=True,
             )
-            self._task = bar.add_task("cases", total=total, detail="")
+            self._task = bar.add_task("cases", total=total, completed=len(self.finished), detail="")
             self._bar = bar
 
     def __enter__(self) -> Self:
@@ -91,7 +118,7 @@ class LiveProgress:
         place = f"[{len(self.finished)}/{self.total}]"
         taken = f" {time.monotonic() - self._started:.1f} s"
         line = Text.assemble(f"{place} {event.case} ", (status, STYLES[status]), taken, f"  {reason}" if reason else "")
-        self.console.print(line, soft_wrap=True)
+        say(self.console, line)
 
 
 class ReadProgress:
@@ -104,7 +131,7 @@ class ReadProgress:
         self.console = console
         self._last = time.monotonic()
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if has_bar(console):
             columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
             rows = TextColumn("{task.fields[rows]:,} rows")
             bar = Progress(*columns, TimeRemainingColumn(), rows, console=console, transient=True)
@@ -128,4 +155,4 @@ class ReadProgress:
             self._bar.update(self._task, completed=done, total=total, rows=rows)
         elif time.monotonic() - self._last >= self.EVERY_S:
             self._last = time.monotonic()
-            self.console.print(f"reading {self.what}: {done / max(total, 1):.0%}, {rows:,} rows", soft_wrap=True)
+            say(self.console, f"reading {self.what}: {done / max(total, 1):.0%}, {rows:,} rows")

@@ -16,6 +16,7 @@ from gem.harness import environment, names
 from gem.harness.bench import Bench
 from gem.harness.case import AnyCase, Case, MeasuredCase, ops_only
 from gem.harness.events import Event
+from gem.harness.journal import Journal
 from gem.harness.measuring import run_measured
 from gem.harness.needs import check_needs
 from gem.harness.results import Document, Interrupted, Row, waterfall_key
@@ -27,8 +28,17 @@ __all__ = ["RunOptions", "Session", "open_session", "run", "run_case"]
 OnEvent = Callable[[Event], None]
 
 
-def run(cases: Sequence[AnyCase], *, options: RunOptions, on_event: OnEvent = lambda event: None) -> Document:
-    """Run ``cases`` and return the document. Raises RequestError before anything runs when the request is wrong."""
+def run(
+    cases: Sequence[AnyCase],
+    *,
+    options: RunOptions,
+    on_event: OnEvent = lambda event: None,
+    journal: Journal | None = None,
+) -> Document:
+    """Run ``cases`` and return the document. Raises RequestError before anything runs when the request is wrong.
+
+    ``journal`` gets each finished case; those finished in it already are taken over, without an event, and not run.
+    """
     if not cases:
         raise RequestError("no case selected; gem list shows the declared cases")
     cases = [_with_peers(case, options.peers) for case in cases]
@@ -43,13 +53,21 @@ def run(cases: Sequence[AnyCase], *, options: RunOptions, on_event: OnEvent = la
     document = Document(environment=environment.capture(options.device), request=_request(options))
     if document.environment["device"] == "cpu" and any(case.kind != "correctness" for case in cases):
         document.environment["busy_cores"] = environment.busy_cores()
+    taken = dict(journal.finished) if journal else {}
+    if journal is not None and taken:
+        document.request["resumed"] = journal.earlier()
     with open_session(options) as session:
+        if journal is not None:
+            session.take_over(journal.fixtures, journal.ceilings, journal.waterfalls)
         for case in ops_only(cases):
             session.check(case)
         same_as = _duplicates(ops_only(cases), session)
         on_event(Event("run_started", total=len(cases)))
         try:
             for index, case in enumerate(cases):
+                if case.id in taken:
+                    document.rows += taken[case.id]
+                    continue
                 on_event(Event("case_started", case.id, index, len(cases)))
 
                 def step(detail: str, case: AnyCase = case, index: int = index) -> None:
@@ -61,6 +79,8 @@ def run(cases: Sequence[AnyCase], *, options: RunOptions, on_event: OnEvent = la
                 else:
                     rows = run_case(case, options, session, step)
                 document.rows += rows
+                if journal is not None:
+                    journal.keep(case.id, rows, session.fixtures, session.ceilings, session.waterfalls)
                 on_event(Event("case_finished", case.id, index, len(cases), rows=tuple(rows)))
         except KeyboardInterrupt as stop:
             raise Interrupted(document) from stop

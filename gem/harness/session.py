@@ -1,7 +1,9 @@
 """What the cases of a run share: its options, the machine's facts, the oracle's worker, ceilings, lengths."""
 
 import contextlib
+import copy
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 from gem.data.lengths import Lengths, load_profile, with_history
 from gem.data.logs import LogLengths
 from gem.errors import RequestError
-from gem.harness import environment
+from gem.harness import environment, janitor
 from gem.harness.case import Case
 from gem.harness.needs import Facts
 from gem.harness.results import WaterfallPart
@@ -58,6 +60,14 @@ class Session:
         if case.fixture not in self._lengths:
             self._lengths[case.fixture] = self._draw(case.fixture)
         return self._lengths[case.fixture]
+
+    def take_over(
+        self, fixtures: dict[str, Any], ceilings: dict[str, Any], waterfalls: dict[str, list[WaterfallPart]]
+    ) -> None:
+        """What an earlier session of the same run found. Its ceilings serve the rest: one machine, one roofline."""
+        self.fixtures |= fixtures
+        self.ceilings |= copy.deepcopy(ceilings)
+        self.waterfalls |= waterfalls
 
     def check(self, case: Case) -> None:
         """RequestError unless the case's lengths suit its subject."""
@@ -110,12 +120,15 @@ class Session:
 def open_session(options: RunOptions) -> Iterator[Session]:
     """A session; its workers and files are gone when the block is left, however it is left."""
     start_server()  # its imports take seconds; meanwhile the lengths are drawn
-    with tempfile.TemporaryDirectory(prefix="gem-run-") as folder:
-        session = Session(options, environment.facts(options.device), Path(folder))
-        try:
-            yield session
-        finally:
-            session.close()
+    folder = tempfile.mkdtemp(prefix="gem-run-")
+    janitor.keep_folder(folder)
+    session = Session(options, environment.facts(options.device), Path(folder))
+    try:
+        yield session
+    finally:
+        session.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        janitor.let_folder(folder)
 
 
 def available_memory() -> int:

@@ -11,9 +11,12 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import getpass
 import importlib
 import os
+import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,9 +24,11 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, util
 from pathlib import Path
 from typing import Any, NoReturn
+
+from gem.harness import janitor
 
 __all__ = ["Unsupported", "Worker", "WorkerFailure", "is_out_of_memory", "load", "report", "start_server", "stop_all"]
 
@@ -65,6 +70,7 @@ def start_server() -> None:
     env["PYTHONWARNINGS"] = ",".join(part for part in warnings if part)
     with _environment(env), _without_main():
         forkserver.ensure_running()
+    janitor.keep_folder(util.get_temp_dir())  # of the server's socket; multiprocessing removes it at a proper end
 
 
 def stop_all() -> None:
@@ -88,9 +94,11 @@ class Worker:
         self.name = name
         self._failure: WorkerFailure | None = None
         self._built = self._group_ended = False
-        fd, log = tempfile.mkstemp(prefix="gem-worker-", suffix=".log")
-        self._log = Path(log)
-        self._log_fd: int | None = fd
+        # All that it may leave on disk, its log first: the folder is the worker's temporary one, and goes with it.
+        self._folder = tempfile.mkdtemp(prefix="gem-worker-")
+        janitor.keep_folder(self._folder)
+        log = os.path.join(self._folder, "log")
+        self._log_fd: int | None = os.open(log, os.O_RDWR | os.O_CREAT, 0o600)
         start_server()
         self._conn, child = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
@@ -100,9 +108,10 @@ class Worker:
             with _without_main():
                 self._process.start()
         except (EOFError, ConnectionError, OSError) as error:
-            self._forget_log()
+            self._forget_folder()
             raise RuntimeError(f"worker server did not start ({error}): does `import torch` work here?") from error
         child.close()
+        janitor.keep_group(self.pid)
         _LIVE.add(self)
 
     @property
@@ -127,7 +136,6 @@ class Worker:
         if not self._built:
             self._receive(deadline, timeout_s)
             self._built = True
-            self._log.unlink(missing_ok=True)  # both sides have it open: nothing is left behind, whoever is killed
         if self._failure:
             raise self._failure
         try:
@@ -191,11 +199,13 @@ class Worker:
         start = max(0, os.fstat(self._log_fd).st_size - limit)
         return os.pread(self._log_fd, limit, start).decode(errors="replace")
 
-    def _forget_log(self) -> None:
-        self._log.unlink(missing_ok=True)
+    def _forget_folder(self) -> None:
         if self._log_fd is not None:
             os.close(self._log_fd)
             self._log_fd = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not os.path.exists(self._folder):  # else something of the group still wrote there: later, then
+                janitor.let_folder(self._folder)
 
     def close(self) -> None:
         """Ask it to end, then make sure."""
@@ -217,8 +227,9 @@ class Worker:
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(5)
+            janitor.let_group(self.pid)
         self._conn.close()
-        self._forget_log()
+        self._forget_folder()
         _LIVE.discard(self)
 
     def __enter__(self) -> "Worker":
@@ -304,9 +315,18 @@ def _isolate(log: str, memory: int | None) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
+    _stay_in(os.path.dirname(log))
     if memory is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (memory if hard < 0 else min(memory, hard), hard))
+
+
+def _stay_in(folder: str) -> None:
+    """Temporary files go where they are removed with the worker; what inductor compiled stays where it always is."""
+    with contextlib.suppress(KeyError, OSError):  # a user without a name: inductor then has its own difficulties
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def _leave() -> NoReturn:

@@ -57,7 +57,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
         module: Any = types.ModuleType("gem.harness.runner")
         module.seen = []
 
-        def run(cases: list[Any], *, options: Any, on_event: Callable[[Event], None]) -> Document:
+        def run(cases: list[Any], *, options: Any, on_event: Callable[[Event], None], journal: Any) -> Document:
             module.seen.append((cases, options))
             on_event(Event("run_started", total=len(cases)))
             for index, case in enumerate(cases):
@@ -109,6 +109,7 @@ WRONG = {
     "budget nan": (["run", "s.toml", "--budget", "nan"], "--budget nan"),
     "batch": (["run", "s.toml", "--batch", "0"], "'--batch'"),
     "column": (["run", "s.toml", "--column", "user"], "--column 'user' without --lengths"),
+    "resume": (["run", "s.toml", "--resume"], "--resume without --json; accepted: the --json FILE of the unfinished"),
     "json": (["run", "s.toml", "--json", "s.toml/r.json"], "s.toml/r.json: cannot be written"),
     "html": (["run", "s.toml", "--html", "empty"], "empty: is a directory"),
     "option": (["run", "--jsn", "x"], "No such option: --jsn"),
@@ -274,7 +275,7 @@ def test_ctrl_c_of_the_real_command(suite: Path) -> None:
         "import sys, time, types\nfrom gem.cli import main\n"
         "m = types.ModuleType('gem.harness.runner'); sys.modules[m.__name__] = m\n"
         "m.RunOptions = dict\n"
-        "def run(cases, options, on_event): print('ready', flush=True); time.sleep(60)\n"
+        "def run(cases, options, on_event, journal): print('ready', flush=True); time.sleep(60)\n"
         "m.run = run\nmain(['run', 's.toml', '--json', 'r.json'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
