@@ -1,4 +1,4 @@
-"""The command line: gem run · list · train · doctor · report. A wrong request is one line on stderr and exit 2.
+"""The command line: gem run · list · train · doctor · report · gate. A wrong request is one line on stderr and exit 2.
 
 torch is imported by `gem run`, `gem train` and `gem doctor` only, and only once the request is known to be right.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gem import __version__
-from gem.commands import inspect, report, run, train
+from gem.commands import gate, inspect, report, run, train
 from gem.commands.common import EXIT_INTERRUPTED, EXIT_REQUEST
 from gem.commands.completion import completing, mend_bash_words
 from gem.commands.examples import epilog
@@ -38,6 +38,7 @@ app.command("list", epilog=epilog("list"))(completing(inspect.list_cases))
 app.command("doctor", epilog=epilog("doctor"))(completing(inspect.doctor))
 app.command("train", epilog=epilog("train"))(completing(train.train))
 app.command("report", epilog=epilog("report"))(completing(report.report))
+app.command("gate")(completing(gate.gate))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -54,6 +54,14 @@ Somewhere = Annotated[Path, Field(strict=False)]
 _CHECKED = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class GateParams(BaseModel):
+    """`[case.gate]`: how much slower than its base a change may make the case, as a share."""
+
+    model_config = _CHECKED
+
+    threshold: Annotated[float, Field(strict=False, ge=0.001, le=1.0, allow_inf_nan=False)] = 0.05
+
+
 class Case(BaseModel):
     """One checked case of an op. `suite` is the label in ids and results; `file` is where the declaration was read."""
 
@@ -72,6 +80,7 @@ class Case(BaseModel):
     peers: list[PeerName] = []
     needs: Needs | None = None
     expect: dict[str, str] = {}
+    gate: GateParams | None = None  # None: as gem gate does without a word
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
     @property
@@ -107,6 +116,7 @@ class MeasuredCase(BaseModel):
     peers: list[PeerName] = []  # of a race
     needs: Needs | None = None
     expect: dict[str, str] = {}
+    gate: GateParams | None = None  # None: as gem gate does without a word
     timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of the whole measurement; in a race, of each of its steps
 
     @property

@@ -65,7 +65,7 @@ def read_head(
 
 
 def merge(defaults: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """The case over the defaults; the tables params and expect are merged key by key."""
+    """The case over the defaults; the tables params, expect and gate are merged key by key."""
     swept = case.get("matrix")
     if isinstance(swept, dict):
         # A matrix is the nearer word: what it sweeps drops the suite's default (the case's own value is an error).
@@ -73,7 +73,7 @@ def merge(defaults: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         if isinstance(defaults.get("params"), dict):
             defaults["params"] = {key: value for key, value in defaults["params"].items() if key not in swept}
     merged = {**defaults, **case}
-    for table in ("params", "expect"):
+    for table in ("params", "expect", "gate"):
         below, above = defaults.get(table), case.get(table)
         if isinstance(below, dict) and isinstance(above, dict):
             merged[table] = {**below, **above}

@@ -1,0 +1,81 @@
+"""gem gate: a change's results against its base's, row by row."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gem.commands.common import check_outputs
+from gem.errors import RequestError
+
+
+def gate(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Documents of the base: a file, a folder, or A,B,….")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Those of the change; paired by round, in order of names.")],
+    confirm: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="BASE NEW", help="Fresh rounds of the suspects, which alone judge them."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a summary for a pull request.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict for programs.")] = None,
+    suspects: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the ids of cases of which more rounds are wanted.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Ambiguous rows fail too.")] = False,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Compare other machines, versions, options; said in the verdict.")
+    ] = False,
+) -> None:
+    """Judge a change: is any row slower, wrong, missing? ci/gate makes the documents and adds rounds where in doubt.
+
+    A case may slow down by the threshold of its declaration ([case.gate], 5 % without one), read from the suites here.
+
+    gem gate results/gate/base results/gate/new --markdown gate.md
+
+    Exit 0: passed. 1: a row is worse, failing or missing, or there is nothing to compare. 2: the request was wrong.
+    """
+    from gem.harness import table
+    from gem.harness.gate import compare
+    from gem.harness.gate_pairs import read_pairs
+    from gem.harness.gate_report import conclusion, gate_json, gate_markdown, gate_table, remarks
+    from gem.harness.results import write_text
+
+    check_outputs(json, markdown)
+    check_outputs(suspects, None)
+    pairs, differing = read_pairs(base, new, allow_different)
+    fresh, also = read_pairs(*confirm, allow_different) if confirm is not None else ([], [])
+    differing = list(dict.fromkeys(differing + also))
+    verdict = compare(pairs, fresh, _thresholds(row.suite for pair in pairs for row in pair.new.rows))
+    texts = {
+        markdown: lambda: gate_markdown(verdict, pairs, differing, strict),
+        json: lambda: gate_json(verdict, differing, strict),
+        suspects: lambda: "".join(f"{one}\n" for one in verdict.open_cases()),
+    }
+    for target, text in texts.items():
+        if target is not None:
+            write_text(target, text())
+    console = table.make_console()
+    console.print(table.machine_text(pairs[0].base))
+    if verdict.lines:
+        console.print(gate_table(verdict))
+    for line in remarks(verdict, differing):
+        console.print(line)
+    console.print(conclusion(verdict, strict))
+    raise typer.Exit(0 if verdict.passed(strict) else 1)
+
+
+def _thresholds(suites: Iterable[str]) -> dict[str, float]:
+    """Case id -> threshold, of the declared cases that say one. A suite that is not here has none."""
+    from gem.harness.suites import load_suites
+
+    found: dict[str, float] = {}
+    for suite in dict.fromkeys(suites):
+        cases: list[Any] = []
+        try:
+            cases = load_suites([suite])
+        except RequestError as error:
+            if "no such file" not in str(error):
+                raise
+        found.update({case.id: case.gate.threshold for case in cases if case.gate is not None})
+    return found

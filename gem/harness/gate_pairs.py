@@ -1,0 +1,110 @@
+"""The gate's documents: found, paired by round, checked that they can be compared at all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gem.errors import RequestError
+from gem.harness.names import PEERS
+from gem.harness.results import Document, Row, read_document
+
+# Where these differ, a difference in time says nothing about the code.
+_MACHINE = (
+    "device", "gpu", "gpu_count", "capability", "driver", "power_limit_w", "cpu", "cores", "threads", "torch", "triton",
+    "cuda", "numpy", "python",
+)  # fmt: skip
+_OPTIONS = ("peers", "impls", "lengths", "batch", "budget_s")
+_NOT_A_SETTING = ("GEM_COMMIT",)  # which commit it is, of sources without their repository
+PAIRED = "turns_with"  # see gate_rounds.py
+Key = tuple[str, str, str, str, str]  # suite, case, impl, direction, metric
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One round: a document of each side. `paired`: their turns alternated, so that sample i lies beside sample i."""
+
+    base: Document
+    new: Document
+    name: str
+    paired: bool
+
+
+def own_rows(document: Document) -> dict[Key, Row]:
+    """The rows of the subject's own contestants; those of whole cases (without impl) among them."""
+    rows = (row for row in document.rows if row.impl not in PEERS)
+    return {(row.suite, row.case, row.impl, row.direction, row.metric): row for row in rows}
+
+
+def find_documents(given: str | Path) -> list[Path]:
+    """The documents that an argument names: a file, a folder's *.json, or several of these with commas between them.
+
+    Raises RequestError for a path that is not there and for a folder without any.
+    """
+    found: list[Path] = []
+    for part in str(given).split(","):
+        path = Path(part)
+        if path.is_dir():
+            files = sorted(path.glob("*.json"))
+            if not files:
+                raise RequestError(f"{path}: no *.json in it; accepted: documents written by gem run")
+            found += files
+        elif not path.is_file():
+            raise RequestError(f"{path}: no such file or directory; accepted: documents written by gem run")
+        else:
+            found.append(path)
+    return found
+
+
+def read_pairs(base: str | Path, new: str | Path, allow_different: bool = False) -> tuple[list[Pair], list[str]]:
+    """The rounds, in the order of the documents' names, and in what they differ (empty unless `allow_different`).
+
+    Raises RequestError when the sides have different numbers of documents, when one was interrupted, or when they come
+    from different machines, software, options or lengths.
+    """
+    files = find_documents(base), find_documents(new)
+    if len(files[0]) != len(files[1]):
+        raise RequestError(
+            f"{base} has {len(files[0])} documents, {new} has {len(files[1])}; accepted: as many, paired by round"
+        )
+    pairs = []
+    for one, other in zip(*files, strict=True):
+        documents = read_document(one), read_document(other)
+        for path, document in zip((one, other), documents, strict=True):
+            if document.request.get("interrupted"):
+                raise RequestError(f"{path}: of a run that was interrupted; accepted: whole runs")
+        tokens = [document.request.get(PAIRED) for document in documents]
+        pairs.append(Pair(*documents, other.stem, tokens[0] is not None and tokens[0] == tokens[1]))
+    differing = differences([document for pair in pairs for document in (pair.base, pair.new)])
+    if differing and not allow_different:
+        raise RequestError(f"{base} and {new} cannot be compared: {'; '.join(differing)} (see --allow-different)")
+    return pairs, differing
+
+
+def differences(documents: Sequence[Document]) -> list[str]:
+    """In what any of the documents differs from the first: machine, software, options, the lengths of a fixture."""
+    facts = [_facts(document) for document in documents]
+    found = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        # A fixture that only one side ran on, or what an older document does not say, is no contradiction.
+        values = [one[name] for one in facts if name in one]
+        other = next((value for value in values if value != values[0]), values[0])
+        if other != values[0]:
+            found.append(f"{name}: {_short(values[0])} against {_short(other)}")
+    return found
+
+
+def _facts(document: Document) -> dict[str, Any]:
+    env, request = document.environment, document.request
+    settings = {name: value for name, value in (env.get("settings") or {}).items() if name not in _NOT_A_SETTING}
+    return {
+        **{name: env[name] for name in _MACHINE if name in env},
+        **({"settings": settings} if "settings" in env else {}),
+        **{f"request.{name}": request[name] for name in _OPTIONS if name in request},
+        **{f"fixture {name}": stats for name, stats in document.fixtures.items()},
+    }
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,131 @@
+"""The gate's verdict for people: a table on the terminal, Markdown for a pull request, JSON for programs."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from gem.harness.gate import STEADY, Gate, Line
+from gem.harness.gate_pairs import Pair
+from gem.harness.table import machine_text, quantity
+
+STYLES = {
+    "worse": "bold red", "missing": "bold red", "failing": "bold red", "failing in both": "yellow",
+    "ambiguous": "yellow", "better": "green", "same": "",
+}  # fmt: skip
+_ORDER = ("worse", "missing", "failing", "failing in both", "ambiguous", "better", "same")
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+_HEAD = ("case", "", "metric", "base", "new", "worse by", "95 % interval", "rounds", "verdict", "")
+_MARK = {"worse": "❌", "missing": "❌", "failing": "❌", "failing in both": "⚠️", "ambiguous": "⚠️", "better": "🟢"}
+
+
+def _sorted(gate: Gate) -> list[Line]:
+    return sorted(gate.lines, key=lambda line: _ORDER.index(line.verdict))
+
+
+def _percent(share: float) -> str:
+    return "?" if not math.isfinite(share) else f"{100 * share:+.1f} %"
+
+
+def _cells(line: Line) -> list[str]:
+    who = " ".join(filter(None, (line.impl, _SHORT.get(line.direction, line.direction))))
+    found = line.finding
+    moved = ["", "", ""]
+    notes = [line.reason]
+    if found is not None:
+        span = f"{_percent(found.low)} … {_percent(found.high)}" if line.metric not in STEADY else ""
+        moved = [_percent(found.change), span, str(found.rounds)]
+        notes.append(found.why)
+    if line.threshold != type(line).threshold:
+        notes.append(f"threshold {line.threshold:.1%}")
+    values = [quantity(line.metric, value) for value in (line.base, line.new)]
+    name = f"{Path(line.suite).stem} {line.case}"
+    return [name, who, line.metric, *values, *moved, line.verdict, "; ".join(filter(None, notes))]
+
+
+def gate_table(gate: Gate) -> Table:
+    """One line a judged row, what fails the gate first."""
+    table = Table(title="gate: the change against its base", title_justify="left", title_style="bold", pad_edge=False)
+    for number, name in enumerate(_HEAD):
+        table.add_column(name, justify="right" if 3 <= number <= 7 else "left", overflow="fold")
+    for line in _sorted(gate):
+        *cells, verdict, notes = _cells(line)
+        table.add_row(*cells, Text(verdict, style=STYLES[line.verdict]), notes)
+    return table
+
+
+def remarks(gate: Gate, differing: list[str]) -> list[str]:
+    """What a reader must know beside the table, a line each."""
+    said = [f"DIFFERENT ON BOTH SIDES: {what}" for what in differing] + list(gate.remarks)
+    if gate.confirm_rounds:
+        said.append(f"suspects were run for {gate.confirm_rounds} fresh rounds, and only those judge them")
+    if gate.count("ambiguous"):
+        said.append(f"ambiguous: too noisy, or too few rounds, to tell ({gate.count('ambiguous')} rows); no failure")
+    if gate.skipped:
+        said.append(f"{gate.skipped} rows skipped on both sides")
+    return said + [f"new: {what}" for what in gate.added]
+
+
+def conclusion(gate: Gate, strict: bool) -> str:
+    """``gate: passed: 28 rows over 6 rounds: 28 same``."""
+    return f"gate: {'passed' if gate.passed(strict) else 'FAILED'}: {gate}"
+
+
+def gate_markdown(gate: Gate, pairs: list[Pair], differing: list[str], strict: bool) -> str:
+    """A summary for a pull request: the verdict, rows that say something, the others folded away."""
+    telling = [line for line in _sorted(gate) if line.verdict != "same"]
+    quiet = [line for line in _sorted(gate) if line.verdict == "same"]
+    base, new = (str(one.environment.get("git_commit") or "?")[:10] for one in (pairs[0].base, pairs[0].new))
+    changed = " with uncommitted changes" if pairs[0].new.environment.get("git_dirty") else ""
+    mark = "✅" if gate.passed(strict) else "❌"
+    parts = [
+        f"### {mark} {conclusion(gate, strict)}",
+        f"`{new}`{changed} against `{base}` on {machine_text(pairs[0].base)}",
+    ]
+    parts += [_markdown_table(telling)] if telling else []
+    if quiet:
+        fold = f"<details><summary>{len(quiet)} rows are the same</summary>"
+        parts += [fold, _markdown_table(quiet), "</details>"]
+    parts += ["\n".join(f"- {_escape(one)}" for one in told)] if (told := remarks(gate, differing)) else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(lines: list[Line]) -> str:
+    rule = ["---:" if 3 <= number <= 7 else "---" for number in range(len(_HEAD))]
+    rows = [list(_HEAD), rule]
+    for line in lines:
+        *cells, verdict, notes = map(_escape, _cells(line))
+        rows.append([*cells, " ".join(filter(None, (_MARK.get(line.verdict, ""), verdict))), notes])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _escape(text: str) -> str:
+    """A reason may hold anything: it must neither end a cell nor become markup."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("`", "\\`").replace("@", "@\u200b")
+
+
+def gate_json(gate: Gate, differing: list[str], strict: bool) -> str:
+    """The whole verdict; an infinite end of an interval is null."""
+    told = {
+        "passed": gate.passed(strict),
+        "summary": str(gate),
+        "rounds": gate.rounds,
+        "confirm_rounds": gate.confirm_rounds,
+        "rows": [{**asdict(line), "verdict": line.verdict} for line in gate.lines],
+        "new": gate.added,
+        "remarks": remarks(gate, differing),
+    }
+    return json.dumps(_finite(told), indent=1, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
