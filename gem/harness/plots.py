@@ -1,4 +1,4 @@
-"""Plots of the report as SVG text: length histogram, bars against peers, waterfall of a step, roofline.
+"""Plots of the report as SVG text: length histogram, bars against peers, slices of a step, roofline.
 
 They draw with the CSS classes and colours of the page (templates/report.css), so that light and dark are one drawing.
 Every plot has a title and a description for screen readers; svg.py escapes every text. Units are said on the axes.
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
 from markupsafe import Markup
 
@@ -85,86 +84,47 @@ def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis
     return svg.drawing(width, height, title, f"Histogram of {total} samples, {spread}.", parts)
 
 
-def bars(
-    groups: Sequence[tuple[str, Sequence[Bar]]], *, unit: str, title: str, better: Literal["higher", "lower"] = "higher"
-) -> Markup:
-    """Horizontal bars in named groups (a direction each), one common axis from 0 in `unit`; `better` is only said.
+def bar_limit(bars: Sequence[Bar]) -> float:
+    """What the longest of the bars, whiskers included, reaches: the axis of all that stand together."""
+    return max((max(bar.value, bar.high or 0.0) for bar in bars if bar.value is not None), default=0.0)
 
-    A bar without a value keeps its place and shows its note: a contestant that did not run is part of the picture.
+
+def bar(one: Bar, limit: float, unit: str) -> Markup:
+    """A horizontal bar from 0 in its cell of a table: as wide as its share of `limit`, with its interval as a whisker.
+
+    Places are shares of the cell's width, so that the bar fits any screen. Nothing is drawn of a bar without a value.
     """
-    width, left, right, bar_h, gap = 540, 128, max(108, 58 + 7 * len(unit)), 16, 7
-    limit = max((max(b.value, b.high or 0) for _, group in groups for b in group if b.value is not None), default=0)
-    scale = (width - left - right) / limit if limit > 0 else 0
-    parts: list[str] = []
-    y = 4.0
-    for name, group in groups:
-        parts.append(svg.text(4, y + 12, name, "group"))
-        y += 20
-        start = y
-        for bar in group:
-            parts.append(svg.text(left - 8, y + 12, shorten(bar.label, 17), f"label end {bar.role}"))
-            if bar.value is None:
-                parts.append(svg.text(left + 4, y + 12, shorten(bar.note or "not measured", 58), "note", bar.note))
-            else:
-                parts += _one_bar(bar, left, y, bar_h, scale, unit)
-            y += bar_h + gap
-        parts.append(svg.axis_line(left, start - 3, left, y - gap + 3))
-        y += 6
-    said = "; ".join(
-        f"{name}: "
-        + ", ".join(f"{b.label} {number(b.value) if b.value is not None else 'not measured'}" for b in group)
-        for name, group in groups
-    )
-    return svg.drawing(width, math.ceil(y), title, f"Bars in {unit}, {better} is better. {said}.", parts)
+    if one.value is None:
+        return Markup("")
+    scale = 100 / limit if limit > 0 else 0.0
+    failed = " failed" if one.failed else ""
+    tip = f"{one.label}: {number(one.value)} {unit}"
+    parts = [svg.share_rect(0, max(one.value, 0.0) * scale, f"bar {one.role}{failed}")]
+    if one.low is not None and one.high is not None:
+        tip += f", median within {number(one.low)} to {number(one.high)}"
+        parts += svg.whisker(one.low * scale, one.high * scale)
+    return svg.strip(f"{tip}; {one.note}" if one.failed and one.note else tip, parts)
 
 
-def _one_bar(bar: Bar, left: float, y: float, height: float, scale: float, unit: str) -> list[str]:
-    value = bar.value or 0.0
-    tip = f"{bar.label}: {number(value)} {unit}"
-    end = left + value * scale
-    parts: list[str] = []
-    if bar.low is not None and bar.high is not None:
-        tip += f", median within {number(bar.low)} to {number(bar.high)}"
-    failed = " failed" if bar.failed else ""
-    parts.append(svg.rect(left, y, max(value * scale, 1), height, f"bar {bar.role}{failed}", tip))
-    if bar.low is not None and bar.high is not None:
-        low, high, middle = left + bar.low * scale, left + bar.high * scale, y + height / 2
-        parts.append(svg.line(low, middle, high, middle, "whisker"))
-        parts += [svg.line(x, middle - 4, x, middle + 4, "whisker") for x in (low, high)]
-        end = max(end, high)
-    mark = "✕ " if bar.failed else ""
-    parts.append(svg.text(end + 6, y + 12, f"{mark}{number(value)} {unit}", f"value{failed}"))
-    return parts
-
-
-def waterfall(slices: Sequence[tuple[str, float, str]], *, title: str, limit: float | None = None) -> Markup:
-    """Slices (part, ms, of) of one training step, a row each: a bar begins where the one above it ended.
+def slices(parts: Sequence[tuple[str, float, str]], limit: float | None = None) -> list[Markup]:
+    """Slices (part, ms, of) of one training step, a drawing each: a bar begins where the one before it ended.
 
     `limit`: ms that the axis reaches at least, so that the steps of several contestants have one scale. A slice below 0
     runs back from where it begins, dashed: parts that were timed alone took longer than together.
     """
-    width, left, right, bar_h, gap = 540, 168, 104, 15, 5
     ends = [0.0]
-    for _, ms, _ in slices:
+    for _, ms, _ in parts:
         ends.append(ends[-1] + ms)
-    reach = max(*ends, limit or 0.0)
-    scale = (width - left - right) / reach if reach > 0 else 0.0
     low = min(ends)  # below 0 only where the first slices are
-    parts: list[str] = []
-    y = 4.0
-    for (part, ms, of), start, end in zip(slices, ends, ends[1:], strict=False):
-        x0, x1 = (left + (min(start, end) - low) * scale, left + (max(start, end) - low) * scale)
+    reach = max(*ends, limit or 0.0) - low
+    scale = 100 / reach if reach > 0 else 0.0
+    drawn = []
+    for (part, ms, of), start, end in zip(parts, ends, ends[1:], strict=False):
         share = f", {100 * ms / ends[-1]:.1f} % of the step" if ends[-1] > 0 else ""
         kind = f"slice {of}" if ms >= 0 else "slice below"
-        parts.append(svg.text(left - 8, y + 12, shorten(part, 24), "label end", part))
-        parts.append(svg.rect(x0, y, max(x1 - x0, 1), bar_h, kind, f"{part} ({of}): {number(ms)} ms{share}"))
-        parts.append(svg.text(x1 + 6, y + 12, f"{number(ms)} ms", "value"))
-        y += bar_h + gap
-    parts.append(svg.axis_line(left, 0, left, y))
-    parts.append(svg.text(left - 8, y + 12, "step", "label end group"))
-    parts.append(svg.text(left + 6, y + 12, f"{number(ends[-1])} ms", "value group"))
-    said = ", ".join(f"{part} {number(ms)} ms" for part, ms, _ in slices)
-    return svg.drawing(width, math.ceil(y + 20), title, f"Waterfall of a step of {number(ends[-1])} ms: {said}.", parts)
+        box = svg.share_rect((min(start, end) - low) * scale, abs(end - start) * scale, kind)
+        drawn.append(svg.strip(f"{part} ({of}): {number(ms)} ms{share}", [box]))
+    return drawn
 
 
 def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Markup:

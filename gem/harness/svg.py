@@ -60,3 +60,19 @@ def drawing(width: int, height: int, title: str, description: str, parts: Sequen
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{name}">'
         f"<title>{name}</title><desc>{escape(description)}</desc>{''.join(parts)}</svg>"
     )
+
+
+def strip(tip: str, parts: Sequence[str]) -> Markup:
+    """A drawing as wide as its cell and one line high, without a scale of its own: its parts stand at shares of it."""
+    return Markup(f'<svg class="strip" role="img"><title>{escape(tip)}</title>{"".join(parts)}</svg>')
+
+
+def share_rect(start: float, width: float, kind: str) -> str:
+    """A bar from `start` per cent of a strip's width on, `width` per cent wide, at least a hair."""
+    return f'<rect class="{kind}" x="{start:.2f}%" y="2" width="{max(width, 0.3):.2f}%" height="12"/>'
+
+
+def whisker(low: float, high: float) -> list[str]:
+    """An interval between `low` and `high` per cent of a strip's width."""
+    ends = ((low, high, 8, 8), (low, low, 4, 12), (high, high, 4, 12))
+    return [f'<line class="whisker" x1="{a:.2f}%" x2="{b:.2f}%" y1="{y}" y2="{z}"/>' for a, b, y, z in ends]

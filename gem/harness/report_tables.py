@@ -1,0 +1,116 @@
+"""The report's tables of results: one line a contestant and direction, of ops and of measured subjects alike."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from gem.harness import names
+from gem.harness.names import RATIO_PREFIX
+from gem.harness.report_commands import Commands
+from gem.harness.report_lines import BAD, Cell, Column, Line, Table, TableRow, by_case, reasons
+from gem.harness.svg import number
+from gem.harness.table import TIMED, quantity
+
+FIRST = ("ms", "qps", "tflops", "roofline", "gbps")  # then ratios, then all others, errors last
+HEADS = {"ms": "ms", "tflops": "TFLOP/s", "gbps": "GB/s", "max_error": "max error"}
+SELF_TOLD = ("ms", "tflops", "gbps", "qps")  # whose unit says what they are
+
+
+def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str], caption: str) -> Table:
+    """All rows of these lines: a column a metric that any of them has, and the notes."""
+    metrics = _ordered(dict.fromkeys(row.metric for line in lines for row in line.rows if row.metric))
+    directed = any(line.direction for line in lines)
+    several = len(runs) > 1
+    columns = [Column("case", "text")] + [Column("run", "text")] * several + [Column("contestant", "text")]
+    columns += [Column("direction", "text")] * directed + [Column("status", "status")]
+    for metric in metrics:
+        columns.append(column_of(metric))
+        if metric in TIMED:
+            columns.append(Column("±", title="half of the 95 % interval of the median, relative to it", before="± "))
+    columns.append(Column("notes", "notes"))
+    rows = []
+    for (run, suite, case), own in by_case(lines).items():
+        told = {line.impl for line in own if line.problem}
+        for line in own:
+            cells = [Cell(case)] + [Cell(runs[run])] * several + [Cell(line.impl or "–", role=line.role)]
+            cells += [Cell(line.direction or "–")] * directed + [Cell(line.status, role=line.status)]
+            for metric in metrics:
+                cells.append(cell_of(line, metric))
+                if metric in TIMED:
+                    cells.append(_spread(line, metric))
+            cells.append(Cell(_notes(line, told)))
+            key = commands.of_case(run, suite, case, f"{line.subject} {case}")
+            rows.append(TableRow(cells, key, who(line), line.status, line.role))
+    return Table(caption, columns, [("", rows)])
+
+
+def who(line: Line) -> str:
+    """``triton forward``."""
+    return " ".join(filter(None, (line.impl, line.direction)))
+
+
+def column_of(metric: str) -> Column:
+    """Its heading: an arrow says which way is better where the name does not."""
+    known = names.metric(metric)
+    first = "descending" if known is not None and known.better == "higher" else "ascending"
+    if metric.startswith(RATIO_PREFIX):
+        peer = metric.removeprefix(RATIO_PREFIX)
+        title = f"how many times faster than {peer}"
+        return Column(f"× {peer}", title=title, before="", after=f"× over {peer}", first=first)
+    if known is None:
+        return Column(metric, before=f"{metric} ", first=first)
+    unit = "" if known.unit in ("", "share", "x", "B") else f" {known.unit}"
+    arrow = f" {'↑' if known.better == 'higher' else '↓'}"
+    head = HEADS.get(metric, f"{metric}{unit}{arrow if metric not in ('roofline',) else ''}")
+    return Column(head, before="" if metric in SELF_TOLD else f"{metric} ", after=unit, first=first)
+
+
+def cell_of(line: Line, metric: str) -> Cell:
+    """What the line's rows of that metric say, the first one's value to sort by."""
+    own = [row for row in line.rows if row.metric == metric]
+    if not own:
+        return Cell()
+    known = names.metric(metric)
+    texts = []
+    for row in own:
+        # A unit that no heading tells stands beside the number.
+        unit = f" {row.unit}" if known is None and row.unit and row.value is not None else ""
+        ratio = metric.startswith(RATIO_PREFIX)
+        texts.append((number(row.value) if ratio else shown(metric, row.value)) + unit)
+    spread = _spread(line, metric).text if metric in TIMED else ""
+    more = f" ± {spread}" if spread and "run" not in spread else f" ({spread})" if spread else ""
+    failed = any(row.status in BAD for row in own)
+    return Cell(", ".join(texts), own[0].value, more, failed)
+
+
+def shown(metric: str, value: float | None) -> str:
+    """The value as the report shows it, '–' where there is none."""
+    return "–" if value is None or not math.isfinite(value) else quantity(metric, value)
+
+
+def _spread(line: Line, metric: str) -> Cell:
+    row = line.timed
+    if row is None or row.metric != metric:
+        return Cell()
+    if line.summary is None:
+        count = len(row.samples)
+        return Cell(f"{count} run{'s' * (count != 1)}" if count else "", role="few")
+    width = 100 * line.summary.half_width
+    return Cell(f"{number(width, 2)} %", width) if math.isfinite(width) else Cell()
+
+
+def _notes(line: Line, told: Iterable[str]) -> str:
+    """Its reasons; why a peer has no ratio stands in the peer's own line, where it has one."""
+
+    def elsewhere(metric: str, status: str) -> bool:
+        return metric.startswith(RATIO_PREFIX) and status == "skipped" and metric.removeprefix(RATIO_PREFIX) in told
+
+    return reasons([row for row in line.rows if not elsewhere(row.metric, row.status)])
+
+
+def _ordered(metrics: Iterable[str]) -> list[str]:
+    """The metrics that people look for first come first."""
+    found = list(metrics)
+    ratios = [metric for metric in found if metric.startswith(RATIO_PREFIX)]
+    first = [metric for metric in FIRST if metric in found]
+    rest = [metric for metric in found if metric not in (*first, *ratios, "max_error")]
+    return [*first, *ratios, *rest, *(["max_error"] if "max_error" in found else [])]
