@@ -22,6 +22,9 @@ def gate(
     suspects: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the ids of cases of which more rounds are wanted.")
     ] = None,
+    declared: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids of cases that the base declares; one gone is missing.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Ambiguous rows fail too.")] = False,
     allow_different: Annotated[
         bool, typer.Option("--allow-different", help="Compare other machines, versions, options; said in the verdict.")
@@ -46,7 +49,7 @@ def gate(
     pairs, differing = read_pairs(base, new, allow_different)
     fresh, also = read_pairs(*confirm, allow_different) if confirm is not None else ([], [])
     differing = list(dict.fromkeys(differing + also))
-    verdict = compare(pairs, fresh, _thresholds(row.suite for pair in pairs for row in pair.new.rows))
+    verdict = compare(pairs, fresh, _thresholds(row.suite for pair in pairs for row in pair.new.rows), _ids(declared))
     texts = {
         markdown: lambda: gate_markdown(verdict, pairs, differing, strict),
         json: lambda: gate_json(verdict, differing, strict),
@@ -63,6 +66,15 @@ def gate(
         console.print(line)
     console.print(conclusion(verdict, strict))
     raise typer.Exit(0 if verdict.passed(strict) else 1)
+
+
+def _ids(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        return file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file}: cannot be read; accepted: a file of case ids, one a line") from error
 
 
 def _thresholds(suites: Iterable[str]) -> dict[str, float]:

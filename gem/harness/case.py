@@ -59,7 +59,7 @@ class GateParams(BaseModel):
 
     model_config = _CHECKED
 
-    threshold: Annotated[float, Field(strict=False, ge=0.001, le=1.0, allow_inf_nan=False)] = 0.05
+    threshold: Annotated[float, Field(ge=0.001, le=1.0, allow_inf_nan=False)] = 0.05
 
 
 class Case(BaseModel):

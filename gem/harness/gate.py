@@ -7,7 +7,7 @@ out of memory, is skipped or has no value in the change fails the gate; what is 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -115,11 +115,16 @@ class Gate:
         return f"{self.compared} rows over {self.rounds} round{'s' * (self.rounds > 1)}: {counts}"
 
 
-def compare(pairs: Sequence[Pair], confirm: Sequence[Pair] = (), thresholds: Mapping[str, float] | None = None) -> Gate:
+def compare(
+    pairs: Sequence[Pair],
+    confirm: Sequence[Pair] = (),
+    thresholds: Mapping[str, float] | None = None,
+    declared: Iterable[str] = (),
+) -> Gate:
     """The gate's verdict on rounds of base and change, and on fresh rounds of its suspects.
 
-    `thresholds`: case id -> the share by which it may slow down; others have THRESHOLD. Raises RequestError when there
-    is no round.
+    `thresholds`: case id -> the share by which it may slow down; others have THRESHOLD. `declared`: ids of cases that
+    must be there. Raises RequestError when there is no round.
     """
     if not pairs:
         raise RequestError("no round to judge; accepted: one or more documents of each side")
@@ -148,8 +153,33 @@ def compare(pairs: Sequence[Pair], confirm: Sequence[Pair] = (), thresholds: Map
             if changes:
                 line.finding = judge_suspect(changes, line.threshold, len(suspects))
                 line.base, line.new = fresh.value("base", key), fresh.value("new", key)
+    gate.lines += _undeclared(declared, screen)
     gate.remarks += _remarks(pairs)
     return gate
+
+
+def round_changes(pairs: Sequence[Pair]) -> dict[Key, list[float]]:
+    """The changes of each judged row, one a round in which it is good on both sides; see `gate_stats`."""
+    rounds = _Rounds(pairs)
+    return {key: rounds.changes(key) for key in rounds.base if _judged(key[-1])}
+
+
+def _undeclared(declared: Iterable[str], screen: "_Rounds") -> list[Line]:
+    """A line for each case that should be there and that no document of either side has."""
+    there = {key[:2] for rows in (screen.base, screen.new) for key in rows}
+    wanted = [(suite, case) for suite, _, case in (one.partition("::") for one in declared)]
+    lines = []
+    for suite, case in wanted:
+        if (suite, case) not in there:
+            line = Line(suite, case, "", "", "", trouble="missing")
+            line.reason = _not_there(case, (one[1] for one in there if one[0] == suite and one not in wanted))
+            lines.append(line)
+    return lines
+
+
+def _not_there(case: str, new_cases: Iterable[str]) -> str:
+    near = names.nearest(case, list(new_cases))
+    return f"the case is not there{near.replace('did you mean', 'renamed to')}"
 
 
 class _Rounds:
@@ -280,9 +310,7 @@ def _where_it_went(line: Line, screen: _Rounds, gone: int) -> str:
     if said:
         return said
     if not here:
-        new_cases = {key[1] for key in screen.new} - {key[1] for key in screen.base}
-        near = names.nearest(line.case, new_cases)
-        return f"the case is not there{near.replace('did you mean', 'renamed to')}"
+        return _not_there(line.case, {key[1] for key in screen.new} - {key[1] for key in screen.base})
     rounds = len(screen.pairs)
     return "the case has no such row" if gone >= rounds else f"not there in {gone} of {rounds} rounds"
 

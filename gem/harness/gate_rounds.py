@@ -29,11 +29,15 @@ PAIRED = "turns_with"  # in a document's request: the id of the round; its sampl
 
 @dataclass(frozen=True)
 class Side:
-    """One of both runs: `home` is the checkout whose gem it runs, `where` the directory that it runs in."""
+    """One of both runs: `home` is the checkout whose gem it runs, `where` the directory that it runs in.
+
+    `commit`: the one that its document must name, where that is known.
+    """
 
     name: str
     home: Path
     where: Path
+    commit: str | None = None
 
 
 def run_round(sides: Sequence[Side], number: int, out: Path, arguments: Sequence[str]) -> list[Path]:
@@ -67,6 +71,9 @@ def run_round(sides: Sequence[Side], number: int, out: Path, arguments: Sequence
         for side, code, document, log in zip(sides, codes, documents, logs, strict=True):
             if code not in (0, 1) or document is None:
                 raise RequestError(f"round {number}: gem run of the {side.name} ended with {code}: {_last_line(log)}")
+            measured = document["environment"].get("git_commit")
+            if side.commit is not None and measured not in (None, side.commit):
+                raise RequestError(f"round {number}: the {side.name} measured commit {measured}, not {side.commit}")
         return [
             _keep(document or {}, out / side.name / f"{number:03d}.json", number)
             for side, document in zip(sides, documents, strict=True)
@@ -105,13 +112,15 @@ def main(words: list[str]) -> None:
     parser.add_argument("--base", type=Path, required=True, help="checkout of the base")
     parser.add_argument("--new", type=Path, required=True, help="checkout of the change")
     parser.add_argument("--out", type=Path, required=True, help="folder for base/*.json and new/*.json")
+    parser.add_argument("--base-commit", help="commit that the base must be")
     parser.add_argument("--number", type=int, required=True, help="number of the round")
     parser.add_argument("--suites", choices=("new", "own"), default="new", help="whose declarations the base runs")
     given = parser.parse_args(words[:split])
     base, new = given.base.resolve(), given.new.resolve()
     where = new if given.suites == "new" else base
     started = time.monotonic()
-    run_round([Side("base", base, where), Side("new", new, new)], given.number, given.out, words[split + 1 :])
+    sides = [Side("base", base, where, given.base_commit), Side("new", new, new)]
+    run_round(sides, given.number, given.out, words[split + 1 :])
     print(f"round {given.number}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 

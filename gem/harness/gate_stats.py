@@ -97,7 +97,7 @@ def can_tell(rounds: int, level: float) -> bool:
 
 
 def _share(log_change: float) -> float:
-    return math.inf if log_change > 700 else math.expm1(log_change)
+    return math.expm1(log_change) if abs(log_change) < 700 else log_change  # infinite: not known
 
 
 def judge(changes: Sequence[float], threshold: float, level: float, spread: float = 0.0) -> Finding:

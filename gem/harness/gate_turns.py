@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-MIN_TURNS, MAX_TURNS = 7, 400  # of each contestant in a meeting, unless it is slow
+MIN_TURNS, MAX_TURNS = 7, 40  # of each contestant in a meeting, unless it is slow; more than 40 tell little more
 FEW_TURNS = 3  # of one so slow that MIN_TURNS would take more than its budget
 DEALERS = ("gem.harness.bench", "gem.harness.race")  # modules whose `interleave` deals turns
 
