@@ -127,7 +127,7 @@ class Bench:
                 continue
             self.step(f"{name}: warm up {direction}")
             try:
-                self._call(name, "warm_up", direction, WARM_UP_S)
+                self._call(name, "warm_up", self.answers[self._computes[name]], direction, WARM_UP_S)
             except WorkerFailure as failure:
                 self._failed(name, [direction], failure)
             else:

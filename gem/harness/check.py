@@ -12,7 +12,7 @@ gradient of the output is 0 outside them, so that gradients summed over samples 
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,39 @@ def compare(actual: Mapping[str, Tensor], answer: Answer, inputs: Inputs, *, tim
         if not share <= worst_share:  # NaN is the worst
             worst_share, verdict.error, verdict.worst, verdict.allowed = share, error, label, allowed
     return verdict
+
+
+class Spot:
+    """Some rows of one result after another against the oracle: what there is time for between timed calls."""
+
+    ROWS = 16
+
+    def __init__(self, answer: Answer, inputs: Inputs, direction: str) -> None:
+        self.problems: list[str] = []
+        self._judged = 0
+        self._kept: dict[str, Tensor] = {}
+        self._wanted: dict[str, tuple[Tensor, Tensor, float]] = {}  # rows, what they should be, allowed error
+        for name in ["out"] if direction == "forward" else [name for name in answer.tensors if name != "out"]:
+            rows = rows_of(inputs, name, answer.samples)
+            if rows is not None and len(rows):
+                some = np.random.default_rng().choice(len(rows), min(self.ROWS, len(rows)), replace=False)
+                at = torch.as_tensor(some).to(inputs.device)
+                self._wanted[name] = rows[at], answer.tensors[name][at], _allowed(name, answer, inputs.dtype)
+
+    def keep(self, results: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the rows of a result, which may be gone when they are judged. ``results``: name, rows of the inputs."""
+        self._kept = {name: x[self._wanted[name][0]] for name, x in results if name in self._wanted}
+
+    def judge(self) -> None:
+        """Note what is wrong with the rows kept last; the first time is enough."""
+        self._judged += 1
+        for name, x in self._kept.items():
+            _, exact, allowed = self._wanted[name]
+            error = _distance(x, exact)
+            if not error <= allowed and not self.problems:
+                label = name if name == "out" else f"d{name}"
+                self.problems.append(f"{label}: error {error:.2g} above {allowed:.2g} in turn {self._judged}")
+        self._kept = {}
 
 
 def missing_or_recast(actual: Mapping[str, Tensor], answer: Answer, inputs: Inputs, direction: str) -> list[str]:
