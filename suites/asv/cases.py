@@ -119,6 +119,11 @@ def generate(
             "setup_cache": _cache(case, f"{module}.{name}"),
         }
         members |= _of_op(case, devices) if isinstance(case, Case) else _of_measured(case, cases)
+        declared = case.model_dump_json(exclude={"suite", "file"}, exclude_unset=True, indent=1)
+        for key, member in members.items():
+            if callable(member):  # asv's pages show what is declared in place of the code, which is the same for all
+                member.__qualname__ = f"{name}.{key}"
+                member.pretty_source = "" if key == "setup_cache" else f"# {case.id}\n{declared}"  # type: ignore[attr-defined]
         classes[name] = type(name, (), members)
     return classes
 
