@@ -91,7 +91,7 @@ class Rates:
 
 def rates(recorded: np.ndarray, rows: int, slow: float, runs: int, seed: int = 0, scale: float = 1.0,
           **how: int) -> Rates:  # fmt: skip
-    """What becomes of `runs` gate runs of `rows` rows, one of which, another each time, is slower by the share `slow`."""
+    """What becomes of `runs` gate runs of `rows` rows, one of which, another each time, is slower by `slow`."""
     machine = Machine(recorded, rows, seed, scale)
     outcomes = []
     for number in range(runs):

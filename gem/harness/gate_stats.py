@@ -26,7 +26,7 @@ ALPHA = 0.01  # false alarms on identical code: at most so many gate runs, all r
 BETA = 0.025  # of each end of an interval: how often it excludes what is true
 THRESHOLD = 0.05  # a slowdown by this share must be found, unless the case says otherwise
 SCREEN_ROUNDS = 6  # the fewest whose largest change is above the true one with 1 - BETA: 1 - 0.5 ** 6 = 98.4 %
-LOOKS = (12, 24, 48)  # rounds of a suspect at which it is judged; look j spends ALPHA / 2 ** j
+LOOKS = (12, 24, 48)  # rounds of a suspect at which it is judged; look j spends 0.5 ** j of ALPHA and of BETA
 # Where there are too few rounds for the test, only what dwarfs the noise between runs counts: each round must show more
 # than this share over the root of their number.
 BLUNT = 0.25
@@ -44,32 +44,30 @@ class Finding:
     why: str = ""
 
 
-@functools.cache
-def _tail(n: int) -> np.ndarray:
-    """[w] -> probability that the signed ranks of n untied changes add up to at most w on one side."""
-    ways = np.zeros(n * (n + 1) // 2 + 1)
-    ways[0] = 1.0
-    for rank in range(1, n + 1):
-        ways[rank:] += ways[:-rank].copy()
-        ways /= 2.0
-    return np.cumsum(ways)
+@functools.lru_cache(maxsize=4096)
+def _tail(ranks: tuple[int, ...]) -> np.ndarray:
+    """[w] -> probability that those of the ranks whose coin shows heads add up to at most w."""
+    chance = np.zeros(sum(ranks) + 1)
+    chance[0] = 1.0
+    for rank in ranks:
+        heads = np.zeros_like(chance)
+        heads[rank:] = chance[: len(chance) - rank]
+        chance = (chance + heads) / 2.0
+    return np.cumsum(chance)
 
 
 def p_worse(changes: Sequence[float]) -> float:
     """Probability of signed ranks at least so far above 0 when each change is as likely +x as -x.
 
-    Changes of 0 are left out. Equal sizes share their mean rank, rounded so that the probability is never too small.
+    Changes of 0 are left out; equal sizes share their mean rank, and the probability is exact with them too.
     """
     told = np.array([c for c in changes if c != 0.0])
     if not len(told):
         return 1.0
     size = np.abs(told)
-    # Of equals, those that speak for 0 get the higher ranks: then the table of untied ranks is on the safe side.
-    order = np.lexsort((told < 0, size))
-    ranks = np.empty(len(told))
-    ranks[order] = np.arange(1, len(told) + 1)
-    against = int(ranks[told < 0].sum())
-    return float(_tail(len(told))[against])
+    below, upto = (np.searchsorted(np.sort(size), size, side) for side in ("left", "right"))
+    ranks = below + upto + 1  # twice the mean rank, which may be a half
+    return float(_tail(tuple(sorted(ranks.tolist())))[int(ranks[told < 0].sum())])
 
 
 def pairwise_means(changes: Sequence[float]) -> np.ndarray:
@@ -85,7 +83,8 @@ def interval(changes: Sequence[float], beta: float = BETA) -> tuple[float, float
     An end is infinite where so few changes cannot promise that.
     """
     means = pairwise_means(changes)
-    beyond = int(np.searchsorted(_tail(len(changes)), beta, side="right"))  # ranks w with P(at most w) <= beta
+    tail = _tail(tuple(range(1, len(changes) + 1)))
+    beyond = int(np.searchsorted(tail, beta, side="right"))  # so many sums of ranks w have P(at most w) <= beta
     if beyond == 0:
         return -math.inf, float(np.median(means)), math.inf
     return float(means[beyond - 1]), float(np.median(means)), float(means[-beyond])
@@ -100,16 +99,16 @@ def _share(log_change: float) -> float:
     return math.expm1(log_change) if abs(log_change) < 700 else log_change  # infinite: not known
 
 
-def judge(changes: Sequence[float], threshold: float, level: float, spread: float = 0.0) -> Finding:
+def judge(changes: Sequence[float], threshold: float, level: float, spread: float = 0.0, beta: float = BETA) -> Finding:
     """The verdict on one row from its rounds' changes (logarithms).
 
     worse: proven slower at `level`, by an estimated half of `threshold` or more. better: likewise faster. same: not
-    slower by `threshold`, with 1 - BETA. ambiguous: the rest. `spread`: how far a single change may be off for what is
-    known inside its round (the samples' intervals); it matters only where the rounds are too few to tell themselves.
+    slower by `threshold`, with 1 - `beta`. ambiguous: the rest. `spread`: how far a single change may be off for what
+    is known inside its round (the samples' intervals); it matters only where rounds are too few to tell themselves.
     """
     low, middle, high = interval(changes)
     half, n = math.log1p(threshold) / 2.0, len(changes)
-    found: Verdict = "same" if high < 2.0 * half else "ambiguous"
+    found: Verdict = "same" if interval(changes, beta)[2] < 2.0 * half else "ambiguous"
     why = ""
     if can_tell(n, level):
         if middle >= half and p_worse(changes) <= level:
@@ -136,7 +135,8 @@ def judge_suspect(changes: Sequence[float], threshold: float, suspects: int) -> 
     found = None
     for number, rounds in enumerate(LOOKS, start=1):
         if len(changes) >= rounds:
-            found = judge(changes[:rounds], threshold, ALPHA / 2.0**number / max(1, suspects))
+            share = 0.5**number  # of both errors: they add up over the looks
+            found = judge(changes[:rounds], threshold, ALPHA * share / max(1, suspects), beta=BETA * share)
             if found.verdict != "ambiguous":
                 return found
     if found is None:
