@@ -133,7 +133,7 @@ def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Mark
     `points` may be empty; then only the ceilings are drawn.
     """
     points = [p for p in points if p.intensity > 0 and p.tflops > 0]
-    width, height, left, top, right, bottom = 820, 420, 62, 14, 160, 44
+    width, height, left, top, right, bottom = 680, 400, 58, 14, 142, 44
     ridges = [1000 * peak / ceilings.gbps for peak in ceilings.tflops.values()] if ceilings.gbps else []
     xs = [p.intensity for p in points] + ridges
     ys = [p.tflops for p in points] + list(ceilings.tflops.values())

@@ -10,7 +10,7 @@ from gem.harness.names import RATIO_PREFIX
 from gem.harness.report_commands import Commands, run_command
 from gem.harness.report_lines import BAD, Cell, Column, Line, Table, TableRow, by_case
 from gem.harness.results import SEVERITY, Document, Status, case_status
-from gem.harness.svg import number
+from gem.harness.table import number
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def record(lines: Sequence[Line], commands: Commands, runs: Sequence[str]) -> Re
     for one in found.values():
         one.ratios.sort()
     several = len(runs) > 1
-    columns = [Column("run", "text")] * several
-    columns += [Column(head, "text") for head in ("subject", "gem's", "direction", "peer")]
+    columns = [Column("subject", "text")] + [Column("run", "text")] * several
+    columns += [Column(head, "text") for head in ("gem's", "direction", "peer")]
     columns += [Column(head, after=f" {head}", first="descending") for head in ("ahead", "level", "behind")]
     columns += [
         Column("no ratio", after=" without a ratio"),
@@ -208,8 +208,8 @@ def record(lines: Sequence[Line], commands: Commands, runs: Sequence[str]) -> Re
     for (run, subject, impl, direction, peer), one in found.items():
         mean, ratios = one.mean, one.ratios
         kind = "" if mean is None else "ahead" if mean > 1 else "behind"
-        cells = [Cell(runs[run])] * several
-        cells += [Cell(subject), Cell(impl, role="subject"), Cell(direction or "training"), Cell(peer, role="peer")]
+        cells = [Cell(subject)] + [Cell(runs[run])] * several
+        cells += [Cell(impl, role="subject"), Cell(direction or "training"), Cell(peer, role="peer")]
         cells += [Cell(str(count) if count else "", float(count)) for count in (one.ahead, one.level)]
         cells.append(
             Cell(str(one.behind) if one.behind else "", float(one.behind), role="behind" if one.behind else "")

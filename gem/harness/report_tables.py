@@ -7,12 +7,14 @@ from gem.harness import names
 from gem.harness.names import RATIO_PREFIX
 from gem.harness.report_commands import Commands
 from gem.harness.report_lines import BAD, Cell, Column, Line, Table, TableRow, by_case, reasons
-from gem.harness.svg import number
-from gem.harness.table import TIMED, quantity
+from gem.harness.table import TIMED, number, quantity
 
 FIRST = ("ms", "qps", "tflops", "roofline", "gbps")  # then ratios, then all others, errors last
 HEADS = {"ms": "ms", "tflops": "TFLOP/s", "gbps": "GB/s", "max_error": "max error"}
 SELF_TOLD = ("ms", "tflops", "gbps", "qps")  # whose unit says what they are
+
+
+NBSP = "\u00a0"  # an arrow stays with its word where a heading folds
 
 
 def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str], caption: str) -> Table:
@@ -20,7 +22,7 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
     metrics = _ordered(dict.fromkeys(row.metric for line in lines for row in line.rows if row.metric))
     directed = any(line.direction for line in lines)
     several = len(runs) > 1
-    columns = [Column("case", "text")] + [Column("run", "text")] * several + [Column("contestant", "text")]
+    columns = [Column("case", "text"), Column("contestant", "text")] + [Column("run", "text")] * several
     columns += [Column("direction", "text")] * directed + [Column("status", "status")]
     for metric in metrics:
         columns.append(column_of(metric))
@@ -31,7 +33,7 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
     for (run, suite, case), own in by_case(lines).items():
         told = {line.impl for line in own if line.problem}
         for line in own:
-            cells = [Cell(case)] + [Cell(runs[run])] * several + [Cell(line.impl or "–", role=line.role)]
+            cells = [Cell(case), Cell(line.impl or "–", role=line.role)] + [Cell(runs[run])] * several
             cells += [Cell(line.direction or "–")] * directed + [Cell(line.status, role=line.status)]
             for metric in metrics:
                 cells.append(cell_of(line, metric))
@@ -55,11 +57,11 @@ def column_of(metric: str) -> Column:
     if metric.startswith(RATIO_PREFIX):
         peer = metric.removeprefix(RATIO_PREFIX)
         title = f"how many times faster than {peer}"
-        return Column(f"× {peer}", title=title, before="", after=f"× over {peer}", first=first)
+        return Column(f"×{NBSP}{peer}", title=title, before="", after=f"× over {peer}", first=first)
     if known is None:
         return Column(metric, before=f"{metric} ", first=first)
     unit = "" if known.unit in ("", "share", "x", "B") else f" {known.unit}"
-    arrow = f" {'↑' if known.better == 'higher' else '↓'}"
+    arrow = f"{NBSP}{'↑' if known.better == 'higher' else '↓'}"
     head = HEADS.get(metric, f"{metric}{unit}{arrow if metric not in ('roofline',) else ''}")
     return Column(head, before="" if metric in SELF_TOLD else f"{metric} ", after=unit, first=first)
 

@@ -221,7 +221,7 @@
     const shown = cell.textContent.replace("✕ ", "");
     let number = `${head.dataset.b}${shown}${head.dataset.a}${cell.dataset.m || ""}`;
     if (cell.classList.contains("few")) number = shown; // too few runs for an interval
-    if (shown === "–") number = `${head.textContent.trim()}: not measured${row.dataset.s ? ` (${row.dataset.s})` : ""}`;
+    if (shown === "–") number = `${head.textContent.replace(/\s+/g, " ").trim()}: not measured${row.dataset.s ? ` (${row.dataset.s})` : ""}`;
     return [`${called} ${row.dataset.n} ${number}`.replace(/ {2,}/g, " "), command].filter(Boolean).join(" — ");
   }
 

@@ -1,0 +1,67 @@
+"""The command beside a copied number: it is what the shell takes apart into the case and the options of its run."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from gem.harness.report_commands import Commands, case_command, run_command
+from gem.harness.suites import load_suites
+
+SUITE = "suites/throughput/gdpa.toml"
+
+
+@pytest.mark.parametrize(
+    "argv, kept",
+    [
+        (["run"], []),
+        (["run", "suites/throughput", "-k", "not cpu_", "--budget", "2", "--json", "x.json"], ["--budget", "2"]),
+        (["gem", "run", "-kcpu", "--html=x.html", "--budget=2", "-v", "suites"], ["--budget=2"]),
+        (["run", "--lengths", "my log.csv", "--column", "id", SUITE], ["--lengths", "my log.csv", "--column", "id"]),
+        (["run", "--impls", "triton", "--peers", "none", "--device", "cpu", "--", "-x.toml"],
+         ["--impls", "triton", "--peers", "none", "--device", "cpu"]),
+        # Options that are not known here: a suite is no value of theirs, another word is.
+        (["run", "--quick", "suites/unit", "--limit", "30", "--resume", "--fast"],
+         ["--quick", "--limit", "30", "--fast"]),
+    ],
+)  # fmt: skip
+def test_options_that_bear_on_a_case_are_kept(argv: list[str], kept: list[str]) -> None:
+    words = shlex.split(case_command({"argv": argv}, SUITE, "name"))
+    assert words == ["gem", "run", f"{SUITE}::name", *kept]
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "with space", "it's", '"$HOME`id`"', "a;b|c&d", "\\n", "é ✕", "-dash", "a\nb"]
+)
+def test_a_shell_reads_back_what_was_quoted(case: str) -> None:
+    command = case_command({"argv": ["run", "--lengths", case]}, SUITE, case)
+    script = f'gem() {{ printf "%s\\0" "$@"; }}; {command}'
+    read = subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout.decode()
+    assert read.split("\0")[:-1] == ["run", f"{SUITE}::{case}", "--lengths", case]
+
+
+def test_the_command_chooses_that_case_alone() -> None:
+    words = shlex.split(case_command({"argv": ["run", SUITE, "-k", "self_long"]}, SUITE, "self_long_d128"))
+    assert [case.id for case in load_suites(words[2:])] == [f"{SUITE}::self_long_d128"]
+
+
+@pytest.mark.parametrize("request_", [{}, {"argv": None}, {"argv": "run"}, {"argv": []}, {"argv": ["pytest", "-x"]}])
+def test_a_document_that_tells_no_command_still_has_one(request_: dict) -> None:
+    assert case_command(request_, SUITE, "name") == f"gem run {SUITE}::name"
+
+
+def test_a_training_run_is_run_as_it_was() -> None:
+    request = {"argv": ["train", "my config.toml", "--json", "x.json"]}
+    assert case_command(request, "train", "x") == "gem train 'my config.toml' --json x.json" == run_command(request)
+    assert case_command({}, "train", "x") == "gem train"
+    assert run_command({}) == ""
+
+
+def test_cases_are_numbered_once() -> None:
+    commands = Commands([{"argv": ["run"]}, {"argv": ["run", "--budget", "1"]}], ["a", "b"])
+    first = commands.of_case(0, SUITE, "x", "gdpa x")
+    assert commands.of_case(0, SUITE, "x", "gdpa x") == first
+    assert commands.of_case(1, SUITE, "x", "gdpa x") != first
+    assert commands.listed[first] == ("a: gdpa x", f"gem run {SUITE}::x")
+    second = commands.of_run(1, "gdpa")
+    assert commands.listed[second] == ("b: gdpa", "gem run --budget 1")
