@@ -178,8 +178,8 @@ def _undeclared(declared: Iterable[str], screen: "_Rounds") -> list[Line]:
 
 
 def _not_there(case: str, new_cases: Iterable[str]) -> str:
-    near = names.nearest(case, list(new_cases))
-    return f"the case is not there{near.replace('did you mean', 'renamed to')}"
+    near = names.nearest(case, list(new_cases)).replace("did you mean", "renamed to").rstrip("?")
+    return f"the case is not there{near}"
 
 
 class _Rounds:

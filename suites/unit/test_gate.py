@@ -1,0 +1,447 @@
+"""The gate on documents: each way in which a change can be worse fails it, and nothing else does."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_documents import SUITE, cases, edited, patch_file, timed, write_rounds
+from result_rows import row
+
+from gem.cli import main
+from gem.errors import RequestError
+from gem.harness.gate import Gate, compare
+from gem.harness.gate_pairs import read_pairs
+from gem.harness.results import Row
+
+Rows = Callable[[int], list[Row]]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+
+
+def same(number: int) -> list[Row]:
+    return cases(number, side=1)
+
+
+def judged(folder: Path, base: Rows, new: Rows, rounds: int = 6, **how: Any) -> Gate:
+    pairs, _ = read_pairs(*write_rounds(folder, {"base": base, "new": new}, rounds))
+    return compare(pairs, **how)
+
+
+def verdicts(gate: Gate) -> dict[str, str]:
+    return {line.case: line.verdict for line in gate.lines}
+
+
+def ran(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["gate", *map(str, words)])
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out + err
+
+
+def test_the_same_code_passes_whatever_the_machine_does(tmp_path: Path) -> None:
+    """Rounds differ by 30 % from each other; the sides of a round do not."""
+    gate = judged(tmp_path, cases, same)
+    assert verdicts(gate) == {"one": "same", "two": "same", "three": "same"}
+    assert gate.passed(strict=True)
+
+
+def test_one_slow_case_is_found_among_three(tmp_path: Path) -> None:
+    gate = judged(tmp_path, cases, lambda n: cases(n, {"two": 1.05}, side=1), rounds=12)
+    assert verdicts(gate) == {"one": "same", "two": "worse", "three": "same"}
+    assert not gate.passed()
+    line = next(line for line in gate.lines if line.case == "two")
+    assert line.finding is not None
+    assert line.finding.change == pytest.approx(0.05, abs=0.01)
+    assert line.finding.low < 0.05 < line.finding.high
+
+
+def test_faster_is_better_and_more_of_a_rate_too(tmp_path: Path) -> None:
+    assert verdicts(judged(tmp_path / "a", cases, lambda n: cases(n, {"two": 0.9}, side=1), 12))["two"] == "better"
+
+    def rate(number: int, factor: float) -> list[Row]:
+        return [timed("race", 100.0 * factor, seed=number).model_copy(update={"metric": "qps", "better": "higher"})]
+
+    for name, factor, verdict in (("b", 1.1, "better"), ("c", 0.9, "worse"), ("d", 1.0, "same")):
+        gate = judged(tmp_path / name, lambda n: rate(n, 1.0), lambda n, f=factor: rate(n, f), 12)
+        assert verdicts(gate) == {"race": verdict}
+
+
+def test_a_threshold_of_its_own(tmp_path: Path) -> None:
+    slow: Rows = lambda n: cases(n, {"two": 1.08}, side=1)  # noqa: E731
+    gate = judged(tmp_path, cases, slow, 12, thresholds={f"{SUITE}::two": 0.2})
+    assert verdicts(gate)["two"] == "same"
+    assert verdicts(compare(read_pairs(tmp_path / "base", tmp_path / "new")[0]))["two"] == "worse"
+
+
+# How the case "two" of the change may be broken -> what its line says.
+BROKEN: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
+    "missing": (lambda rows: [r for r in rows if r.case != "two"], "missing: the case is not there"),
+    "renamed": (lambda rows: edited(rows, "two", case="twoo"), "missing: the case is not there; renamed to 'twoo'"),
+    "contestant gone": (lambda rows: edited(rows, "two", impl="triton"), "missing: the case has no such row"),
+    "wrong": (
+        lambda rows: edited(rows, "two", status="fail", reason="error 3", value=None, samples=[]),
+        "failing: fail: error 3",
+    ),
+    "crash": (lambda rows: edited(rows, "two", status="error", reason="died", value=None), "failing: error: died"),
+    "out of memory": (lambda rows: edited(rows, "two", status="oom", value=None), "failing: oom: no reason given"),
+    "no value": (lambda rows: edited(rows, "two", value=None), "failing: no value"),
+    "no samples": (lambda rows: edited(rows, "two", samples=[]), "failing: no samples"),
+    "no time at all": (lambda rows: edited(rows, "two", value=0.0, samples=[0.0]), "failing: a time or rate of 0.0"),
+    "skipped": (
+        lambda rows: edited(rows, "two", status="skipped", reason="needs cuda", value=None, samples=[]),
+        "failing: skipped: needs cuda",
+    ),
+    "whole case skipped": (
+        lambda rows: [
+            *(r for r in rows if r.case != "two"),
+            row("two", suite=SUITE, impl="", direction="", metric="", value=None, status="skipped", reason="needs x"),
+        ],
+        "missing: skipped: needs x",
+    ),
+    "whole case fails": (
+        lambda rows: [
+            *(r for r in rows if r.case != "two"),
+            row("two", suite=SUITE, impl="", direction="", metric="", value=None, status="error", reason="boom"),
+        ],
+        "missing: error: boom",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_was_good_and_is_broken_fails(how: str, tmp_path: Path) -> None:
+    change, said = BROKEN[how]
+    gate = judged(tmp_path, cases, lambda n: change(same(n)))
+    (line,) = [line for line in gate.lines if line.fails]
+    assert f"{line.verdict}: {line.reason}" == said
+    assert not gate.passed()
+    assert gate.compared == 2
+
+
+def test_one_broken_round_is_enough_and_is_counted(tmp_path: Path) -> None:
+    def new(number: int) -> list[Row]:
+        broken = {"status": "error", "reason": "died", "value": None, "samples": []}
+        return edited(same(number), "two", **broken) if number == 4 else same(number)
+
+    (line,) = [line for line in judged(tmp_path, cases, new).lines if line.fails]
+    assert (line.verdict, line.reason) == ("failing", "error: died (in 1 of 6 rounds)")
+
+
+def test_nan_in_a_document_fails(tmp_path: Path) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+
+    def spoil(data: dict[str, Any]) -> None:
+        data["rows"][1]["value"] = float("nan")
+
+    patch_file(new / "002.json", spoil)
+    text = (new / "002.json").read_text()
+    assert "NaN" in text
+    gate = compare(read_pairs(base, new)[0])
+    assert verdicts(gate)["two"] == "failing"
+
+
+def test_a_failing_check_of_what_is_not_judged_fails_too(tmp_path: Path) -> None:
+    """A broken expectation stands in a row of its own, beside a time that is the same."""
+    ratio = row("two", suite=SUITE, metric="ratio_to.flex", value=3.0, better="higher")
+    fails = ratio.model_copy(update={"status": "fail", "reason": "expected >= 2, is 1", "value": 1.0})
+    gate = judged(tmp_path / "a", lambda n: [*cases(n), ratio], lambda n: [*same(n), fails])
+    assert [line.reason for line in gate.lines if line.fails] == ["fail: expected >= 2, is 1"]
+    # A peer that is gone, or its trouble, is no fault of the change.
+    peer = timed("two", impl="flex")
+    lost = peer.model_copy(update={"status": "error", "value": None, "samples": []})
+    skipped = ratio.model_copy(update={"status": "skipped", "value": None})
+    assert judged(tmp_path / "b", lambda n: [*cases(n), peer, ratio], lambda n: [*same(n), lost, skipped]).passed()
+    assert judged(tmp_path / "c", lambda n: [*cases(n), peer, ratio], same).passed()
+
+
+def test_failing_in_both_is_said_and_is_no_regression(tmp_path: Path) -> None:
+    broken = {"status": "fail", "reason": "wrong", "value": None, "samples": []}
+    gate = judged(tmp_path, lambda n: edited(cases(n), "two", **broken), lambda n: edited(same(n), "two", **broken))
+    assert verdicts(gate)["two"] == "failing in both"
+    assert gate.passed()
+    everything = {"status": "fail", "value": None, "samples": []}
+    bad: Rows = lambda n: [one.model_copy(update=everything) for one in cases(n)]  # noqa: E731
+    nothing = judged(tmp_path / "all", bad, bad)
+    assert not nothing.passed()
+    assert "nothing to compare" in str(nothing)
+
+
+def test_skipped_in_both_is_counted_and_no_line(tmp_path: Path) -> None:
+    skip = row("gpu", suite=SUITE, impl="", direction="", metric="", value=None, status="skipped", reason="needs cuda")
+    gate = judged(tmp_path, lambda n: [*cases(n), skip], lambda n: [*same(n), skip])
+    assert gate.skipped == 1
+    assert "gpu" not in verdicts(gate)
+    assert gate.passed()
+
+
+def test_no_overlap_is_no_pass(tmp_path: Path) -> None:
+    gate = judged(tmp_path, cases, lambda n: [timed("elsewhere", seed=n)])
+    assert not gate.passed()
+    assert gate.count("missing") == 3
+    assert gate.added == [f"{SUITE}::elsewhere torch forward ms"]
+    assert not judged(tmp_path / "empty", lambda n: [], same).passed()
+
+
+def test_new_rows_are_told_and_mended_ones_too(tmp_path: Path) -> None:
+    broken = {"status": "error", "reason": "died", "value": None, "samples": []}
+    gate = judged(tmp_path, lambda n: edited(cases(n), "two", **broken), lambda n: [*same(n), timed("four", seed=n)])
+    assert gate.passed()
+    assert f"{SUITE}::four torch forward ms" in gate.added
+    assert f"{SUITE}::two torch forward ms: good, was error: died" in gate.added
+    failing_new = [row("five", suite=SUITE, value=None, status="error", reason="died")]
+    assert not judged(tmp_path / "b", cases, lambda n: [*same(n), *failing_new]).passed()
+
+
+def test_a_case_that_the_base_declares_must_be_there(tmp_path: Path) -> None:
+    names = [f"{SUITE}::{name}" for name in ("one", "two", "three", "three_d64")]
+    gate = judged(tmp_path, cases, same, declared=names)
+    assert [(line.case, line.reason) for line in gate.lines if line.fails] == [("three_d64", "the case is not there")]
+
+
+def test_figures_that_repeat_have_tolerances(tmp_path: Path) -> None:
+    def quality(value: float, metric: str = "ne", better: str = "lower") -> Rows:
+        return lambda n: [row("quality", suite=SUITE, metric=metric, value=value, better=better)]
+
+    assert verdicts(judged(tmp_path / "a", quality(0.8), quality(0.8005))) == {"quality": "same"}
+    assert verdicts(judged(tmp_path / "b", quality(0.8), quality(0.81))) == {"quality": "worse"}
+    assert verdicts(judged(tmp_path / "c", quality(0.8), quality(0.79))) == {"quality": "better"}
+    auc = quality(0.7, "auc", "higher"), quality(0.69, "auc", "higher")
+    assert verdicts(judged(tmp_path / "d", *auc)) == {"quality": "worse"}
+    # From nothing to something there is no share.
+    moved = quality(0.0, "bytes_moved"), quality(8.0, "bytes_moved")
+    assert verdicts(judged(tmp_path / "e", *moved)) == {"quality": "worse"}
+
+
+def test_what_is_derived_is_not_judged_twice(tmp_path: Path) -> None:
+    def with_flops(rows: list[Row], value: float) -> list[Row]:
+        return [*rows, *(row(r.case, suite=SUITE, metric="tflops", value=value, better="higher") for r in rows)]
+
+    gate = judged(tmp_path, lambda n: with_flops(cases(n), 2.0), lambda n: with_flops(same(n), 1.0))
+    assert {line.metric for line in gate.lines} == {"ms"}
+    assert gate.passed()
+
+
+# ---- suspects and fresh rounds
+
+
+def test_fresh_rounds_alone_judge_a_suspect(tmp_path: Path) -> None:
+    """Six rounds of bad luck make a suspect; twelve fresh ones clear it, or confirm it."""
+    unlucky: Rows = lambda n: cases(n, {"two": 1.06}, side=1)  # noqa: E731
+    pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": unlucky}))
+    first = compare(pairs)
+    assert first.open_cases() == [f"{SUITE}::two"]
+    only: dict[str, Rows] = {"base": lambda n: [r for r in cases(n + 50) if r.case == "two"]}
+    for name, factor, verdict in (("clear", 1.0, "same"), ("slow", 1.05, "worse")):
+        again = {"new": lambda n, f=factor: [r for r in cases(n + 50, {"two": f}, side=2) if r.case == "two"]}
+        fresh, _ = read_pairs(*write_rounds(tmp_path / name, only | again, 12))
+        gate = compare(pairs, fresh)
+        assert verdicts(gate) == {"one": "same", "two": verdict, "three": "same"}
+        assert gate.passed() == (verdict == "same")
+        assert gate.open_cases() == []
+    few, _ = read_pairs(*write_rounds(tmp_path / "few", only | {"new": only["base"]}, 5))
+    assert compare(pairs, few).open_cases() == [f"{SUITE}::two"]
+
+
+def test_a_suspect_that_breaks_in_its_fresh_rounds_fails(tmp_path: Path) -> None:
+    unlucky: Rows = lambda n: cases(n, {"two": 1.06}, side=1)  # noqa: E731
+    pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": unlucky}))
+    broken: Rows = lambda n: edited(same(n), "two", status="error", reason="died", value=None)  # noqa: E731
+    fresh, _ = read_pairs(*write_rounds(tmp_path / "fresh", {"base": cases, "new": broken}, 12))
+    assert verdicts(compare(pairs, fresh))["two"] == "failing"
+
+
+# ---- runs one after the other
+
+
+def test_one_document_a_side_is_honest_about_what_it_cannot_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow: Rows = lambda n: cases(n, {"two": 1.1, "three": 2.0}, side=1)  # noqa: E731
+    base, new = write_rounds(tmp_path, {"base": cases, "new": slow}, 1, paired=False)
+    code, said = ran(base / "000.json", new / "000.json", capsys=capsys)
+    assert code == 1
+    assert "1 worse, 2 ambiguous" in said
+    assert "a drift between both runs is not seen" in said
+    assert "1 round: tells only what is beyond" in said
+    # And where something else ran, a difference says nothing at all.
+    patch_file(new / "000.json", lambda data: data["environment"].update(busy_cores=1.5))
+    code, said = ran(base, new, capsys=capsys)
+    assert code == 0
+    assert "3 ambiguous" in said
+    assert "other work kept 1.5 cores busy" in said
+    assert ran(base, new, "--strict", capsys=capsys)[0] == 1
+
+
+def test_alternating_turns_are_compared_turn_by_turn(tmp_path: Path) -> None:
+    """A machine that halves its speed for most of one side's turns: their medians differ, neighbours do not."""
+    speed = [1.0] * 7 + [2.0] * 8
+
+    def turns(factor: float) -> Rows:
+        return lambda n: [timed("one", samples=[10.0 * s * factor for s in speed], value=20.0 * factor)]
+
+    gate = judged(tmp_path, turns(1.0), turns(1.01))
+    (line,) = gate.lines
+    assert line.finding is not None
+    assert line.finding.change == pytest.approx(0.01)
+    assert line.verdict == "same"
+
+
+# ---- the command
+
+
+def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow: Rows = lambda n: cases(n, {"two": 1.3}, side=1)  # noqa: E731
+    base, new = write_rounds(tmp_path, {"base": cases, "new": slow}, 12)
+    files = {name: tmp_path / "out" / name for name in ("gate.md", "gate.json", "suspects")}
+    told = ["--markdown", files["gate.md"], "--json", files["gate.json"], "--suspects", files["suspects"]]
+    code, said = ran(base, new, *told, capsys=capsys)
+    assert code == 1
+    assert "gate: FAILED: 3 rows over 12 rounds: 1 worse, 2 same" in said
+    page = files["gate.md"].read_text()
+    assert page.startswith("### ❌ gate: FAILED")
+    assert re.search(r"\| jagged_attention two \| torch fwd \| ms .* ❌ worse \|", page)
+    assert "<details><summary>2 rows are the same</summary>" in page
+    data = json.loads(files["gate.json"].read_text())
+    assert data["passed"] is False
+    assert [one["verdict"] for one in data["rows"]].count("worse") == 1
+    assert files["suspects"].read_text() == f"{SUITE}::two\n"
+    assert ran(base, base, capsys=capsys)[0] == 0
+
+
+def test_a_reason_cannot_break_the_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nasty = {"status": "error", "reason": "a | b\n<img src=x> `c` @someone", "value": None, "samples": []}
+    base, new = write_rounds(tmp_path, {"base": cases, "new": lambda n: edited(same(n), "two", **nasty)})
+    ran(base, new, "--markdown", tmp_path / "gate.md", capsys=capsys)
+    (line,) = [line for line in (tmp_path / "gate.md").read_text().splitlines() if "failing |" in line]
+    assert len(re.findall(r"(?<!\\)\|", line)) == 11
+    assert "<img" not in line
+    assert "@someone" not in line
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data["environment"].update(torch="2.11.0"), "torch: '2.13.0+cpu' against '2.11.0'"),
+        (lambda data: data["environment"].update(device="cuda"), "device: 'cpu' against 'cuda'"),
+        (lambda data: data["request"].update(batch=8), "request.batch: None against 8"),
+        (lambda data: data.update(fixtures={"f": {"tokens": 1}}), "fixture f: {'tokens': 2} against {'tokens': 1}"),
+        (lambda data: data["request"].update(interrupted=True), "003.json: of a run that was interrupted"),
+    ],
+)
+def test_documents_that_cannot_be_compared_are_refused(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    patch_file(base / "000.json", lambda data: data.update(fixtures={"f": {"tokens": 2}}))
+    patch_file(new / "003.json", change)
+    code, text = ran(base, new, capsys=capsys)
+    assert code == 2
+    assert said in text
+    if "interrupted" not in said:
+        code, text = ran(base, new, "--allow-different", capsys=capsys)
+        assert code == 0
+        assert f"DIFFERENT ON BOTH SIDES: {said}" in text
+
+
+def test_another_host_or_commit_is_no_difference(tmp_path: Path) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    patch_file(new / "000.json", lambda data: data["environment"].update(host="other", settings={"GEM_COMMIT": "x"}))
+    patch_file(base / "000.json", lambda data: data["environment"].update(settings={}))
+    assert read_pairs(base, new)[1] == []
+
+
+def test_wrong_requests_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    (tmp_path / "none").mkdir()
+    (tmp_path / "bad.json").write_text("{")
+    for words, said in (
+        ((tmp_path / "gone", new), "no such file"),
+        ((tmp_path / "none", new), "no *.json in it"),
+        ((base / "000.json", new), "has 1 documents"),
+        ((tmp_path / "bad.json", new / "000.json"), "accepted: a JSON document"),
+        ((base, new, "--declared", tmp_path / "gone"), "cannot be read"),
+        ((base, new, "--markdown", tmp_path), "is a directory"),
+    ):
+        code, text = ran(*words, capsys=capsys)
+        assert code == 2, words
+        assert said in text
+        assert len(text.strip().splitlines()) == 1
+    with pytest.raises(RequestError, match="no round"):
+        compare([])
+
+
+def test_a_list_of_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same}, 3)
+    listed = [",".join(str(folder / f"00{n}.json") for n in range(3)) for folder in (base, new)]
+    code, text = ran(*listed, capsys=capsys)
+    assert code == 0
+    assert "over 3 rounds" in text
+
+
+# ---- the threshold's way from the declaration to the verdict
+
+DECLARED = """
+[suite]
+kind = "throughput"
+subject = "gdpa"
+{defaults}
+[[case]]
+name = "one"
+fixture = "cpu_self_s050"
+{gate}
+"""
+
+
+def declare(folder: Path, gate: str, defaults: str = "") -> Path:
+    (folder / "mine.toml").write_text(DECLARED.format(gate=gate, defaults=defaults))
+    return folder / "mine.toml"
+
+
+def test_a_declared_threshold_reaches_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def mine(factor: float) -> Rows:
+        return lambda n: [timed("one", 10.0 * factor, seed=n).model_copy(update={"suite": "mine.toml"})]
+
+    base, new = write_rounds(tmp_path, {"base": mine(1.0), "new": mine(1.08)}, 12)
+    for gate, defaults, code in (
+        ("gate = { threshold = 0.2 }", "", 0),
+        ("[case.gate]\nthreshold = 0.03", "", 1),
+        ("", "[suite.defaults]\ngate = { threshold = 0.2 }", 0),
+        ("", "", 1),
+    ):
+        declare(tmp_path, gate, defaults)
+        found, text = ran(base, new, capsys=capsys)
+        assert found == code, (gate, defaults, text)
+    declare(tmp_path, "gate = { threshold = 0.2 }")
+    assert "threshold 20.0%" in ran(base, new, capsys=capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        ("gate = { threshold = 0 }", "gate.threshold = 0; accepted: greater than or equal to 0.001"),
+        ("gate = { threshold = 3.0 }", "gate.threshold = 3.0; accepted: less than or equal to 1"),
+        ("gate = { threshold = '5%' }", "gate.threshold = '5%'; accepted: a valid number"),
+        ("gate = { treshold = 0.1 }", "unknown field 'treshold'"),
+        ("gate = 0.05", "gate = 0.05"),
+    ],
+)
+def test_a_wrong_threshold_names_file_case_field_and_value(
+    gate: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = declare(tmp_path, gate)
+    with pytest.raises(SystemExit) as stop:
+        main(["list", str(file)])
+    text = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert f"{file}: case 'one': " in text
+    assert said in text
