@@ -133,7 +133,7 @@ def _of_op(case: Case, devices: list[str]) -> dict[str, Any]:
 
     members: dict[str, Any] = {}
     for direction in case.directions:
-        what = f"{case.id} {direction}"
+        what = f"{case.subject} {case.name} {direction}"
         members[f"track_{direction}_seconds"] = _timing(what, "ms", direction, lambda ms: ms / 1e3)
         members[f"track_{direction}_tflops_shown"] = _shown(what, "tflops", direction)
     if "cpu" in devices:
@@ -145,17 +145,18 @@ def _of_op(case: Case, devices: list[str]) -> dict[str, Any]:
 
 def _of_measured(case: MeasuredCase, cases: Sequence[AnyCase]) -> dict[str, Any]:
     members: dict[str, Any] = {}
+    what = f"{case.subject} {case.name}"
     for metric in metrics_of(case, cases):
         known = names.METRICS[metric]
         if metric == "qps" and hasattr(case.params, "step_samples"):
             samples = case.params.step_samples  # type: ignore[attr-defined]
-            members["track_step_seconds"] = _timing(f"{case.id} step", metric, "", lambda qps, n=samples: n / qps)
+            members["track_step_seconds"] = _timing(f"{what} step", metric, "", lambda qps, n=samples: n / qps)
         elif known.unit == "1/s":
-            members[f"track_{metric}_seconds"] = _timing(f"{case.id} 1 / {metric}", metric, "", lambda rate: 1 / rate)
+            members[f"track_{metric}_seconds"] = _timing(f"{what} 1 / {metric}", metric, "", lambda rate: 1 / rate)
         if known.better == "higher":
-            members[f"track_{metric}_shown"] = _shown(case.id, metric, "")
+            members[f"track_{metric}_shown"] = _shown(what, metric, "")
         else:
-            members[f"track_{metric}"] = _plain(f"{case.id} {metric}", metric, known.unit)
+            members[f"track_{metric}"] = _plain(f"{what} {metric}", metric, known.unit)
     return members
 
 
@@ -214,7 +215,7 @@ def _timing(what: str, metric: str, direction: str, seconds: Callable[[float], f
 
 def _shown(what: str, metric: str, direction: str) -> Callable[..., Any]:
     unit = names.METRICS[metric].unit
-    title = f"{what}{' ' if direction else f' {metric} '}{f'[{unit}] ' if unit else ''}({HIGHER})"
+    title = f"{what} {unit if metric == 'tflops' else metric} ({HIGHER})"
     return _named(_value(metric, direction), title, unit)
 
 

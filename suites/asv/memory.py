@@ -15,7 +15,7 @@ def peak_of_process(case: Case) -> Callable[..., None]:
         _on("cpu")
         call(case, impl, "cpu")
 
-    peakmem_calls.pretty_name = f"{case.id}: peak memory of a process with its calls"  # type: ignore[attr-defined]
+    peakmem_calls.pretty_name = f"{case.subject} {case.name}: peak memory of a process with its calls"  # type: ignore[attr-defined]
     return peakmem_calls
 
 
@@ -30,7 +30,7 @@ def peak_on_gpu(case: Case) -> Callable[..., int]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
-    track_peak_memory.pretty_name = f"{case.id}: peak device memory of its calls"  # type: ignore[attr-defined]
+    track_peak_memory.pretty_name = f"{case.subject} {case.name}: peak device memory of its calls"  # type: ignore[attr-defined]
     track_peak_memory.measures_itself = True  # type: ignore[attr-defined]  # it is no row of the case
     track_peak_memory.unit = "bytes"  # type: ignore[attr-defined]
     return track_peak_memory

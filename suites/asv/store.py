@@ -19,8 +19,8 @@ from gem.errors import RequestError
 from gem.harness import environment
 
 RESULT_VERSION, MACHINE_VERSION, BENCHMARKS_VERSION = 2, 1, 2  # asv 0.6.6's
-# What a graph of asv's is of, besides the benchmark: each value that differs is a series of its own.
-PLACE = ("machine", "gpu", "cpu", "num_cpu", "ram", "arch", "os")
+# Of one machine's name on a CPU and on a GPU: another of these is another machine.
+SAME = {"cpu": ("cpu", "num_cpu"), "gpu": ("gpu",)}
 COLUMNS = [
     "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
     "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
@@ -86,7 +86,6 @@ def environment_name(told: dict[str, str]) -> str:
 def clean_result(document: dict[str, Any], machine: dict[str, Any], told: dict[str, str]) -> dict[str, Any]:
     """asv's result document with nothing of the place but its kind."""
     python = told["python"]
-    place = {key: machine[key] for key in PLACE if key in machine}
     columns = document["result_columns"]
     # The process's profile and the samples' single values are of no use to a graph.
     dropped = {columns.index(name) for name in ("samples", "profile") if name in columns}
@@ -100,7 +99,8 @@ def clean_result(document: dict[str, Any], machine: dict[str, Any], told: dict[s
         "commit_hash": document["commit_hash"],
         "env_name": environment_name(told),
         "date": document["date"],
-        "params": place | {"python": python} | {key: value for key, value in told.items() if key != "python"},
+        # Each value that differs is a series of its own; memory that a host has more of must not begin one.
+        "params": {"machine": machine["machine"], **told},
         "python": python,
         "requirements": {},
         "env_vars": {},
@@ -136,15 +136,25 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def keep(document: dict[str, Any], machine: dict[str, Any], folder: Path) -> Path:
-    """Write a clean result under ``folder/<machine>/``; benchmarks of an earlier run that this one had not, stay."""
+    """Write a clean result under ``folder/<machine>/``; benchmarks of an earlier run that this one had not, stay.
+
+    Raises RequestError where the folder holds results of another machine.
+    """
     own = folder / machine["machine"]
     path = own / f"{document['commit_hash'][:8]}-{document['env_name']}.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["result_columns"] == document["result_columns"]:
             document = document | {"results": dict(sorted((before["results"] | document["results"]).items()))}
-    if not (own / "machine.json").exists():
-        write_json(own / "machine.json", machine)
+    known = own / "machine.json"
+    if known.exists():
+        before = json.loads(known.read_text(encoding="utf-8"))
+        for key in SAME["gpu" if machine.get("gpu") else "cpu"]:
+            if before.get(key) != machine.get(key):
+                what = f"its {key} was {before.get(key)} and is {machine.get(key)} here"
+                raise RequestError(f"machine {machine['machine']!r}: {what}; accepted: another name, by --machine")
+    else:
+        write_json(known, machine)
     write_json(path, document)
     forget(folder, machine["machine"], document["commit_hash"])
     return path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gem.errors import RequestError
 
-from . import documents, store
+from . import documents, publish, store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     one.add_argument("folder", type=Path)
     one = commands.add_parser("documents", help="results from documents of gem run, in all their revisions")
     one.add_argument("files", type=Path, nargs="+")
+    one = commands.add_parser("publish", help="pages of the kept results, that need no network")
+    one.add_argument("--html", type=Path, default=ROOT / "results" / "asv" / "html", help="folder of the pages")
     given = parser.parse_args(arguments)
     try:
         return _COMMANDS[given.command](given)
@@ -140,7 +142,17 @@ def from_documents(given: argparse.Namespace) -> int:
     return 0
 
 
+def publish_pages(given: argparse.Namespace) -> int:
+    """asv's pages; where what they load cannot be put beside them, that is said."""
+    html = given.html.resolve()
+    html.parent.mkdir(parents=True, exist_ok=True)
+    publish.publish(ROOT, given.out.resolve(), html)
+    print(f"{html / 'index.html'}: to be served, as by {Path(sys.executable).name} -m http.server -d {html}")
+    publish.bring_home(html)
+    return 0
+
+
 _COMMANDS = {
     "name": print_name, "prepare": prepare, "keep": keep, "failed": failed, "index": index, "adopt": adopt,
-    "documents": from_documents,
+    "documents": from_documents, "publish": publish_pages,
 }  # fmt: skip
