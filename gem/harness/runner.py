@@ -56,7 +56,9 @@ def run(
     taken = dict(journal.finished) if journal else {}
     if journal is not None and taken:
         document.request["resumed"] = journal.earlier()
-    with open_session(options) as session:
+    facts = environment.facts(options.device)
+    ahead = any(case.id not in taken and check_needs(case.needs, facts) is None for case in cases)
+    with open_session(options, ahead) as session:
         if journal is not None:
             session.take_over(journal.fixtures, journal.ceilings, journal.waterfalls)
         for case in ops_only(cases):

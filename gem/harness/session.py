@@ -117,9 +117,13 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(options: RunOptions) -> Iterator[Session]:
-    """A session; its workers and files are gone when the block is left, however it is left."""
-    start_server()  # its imports take seconds; meanwhile the lengths are drawn
+def open_session(options: RunOptions, ahead: bool = True) -> Iterator[Session]:
+    """A session; its workers and files are gone when the block is left, however it is left.
+
+    ``ahead``: start the workers' server now, for its imports take seconds; else the first worker does.
+    """
+    if ahead:
+        start_server()
     folder = tempfile.mkdtemp(prefix="gem-run-")
     janitor.keep_folder(folder)
     session = Session(options, environment.facts(options.device), Path(folder))

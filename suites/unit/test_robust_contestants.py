@@ -177,7 +177,7 @@ def rows(monkeypatch):
         monkeypatch.setitem(names.PEERS, name, names.Peer("a stand-in", None, tuple(SUBJECTS)))
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
 
-    def run(peers, directions, kind="throughput", budget_s=0.1):
+    def run(peers, directions, kind: Any = "throughput", budget_s=0.1):
         params = SUBJECTS["jagged_attention"](heads=2, head_dim=16)
         file = Path("suites/test.toml")
         case = Case(
