@@ -38,7 +38,7 @@ app.command("list", epilog=epilog("list"))(completing(inspect.list_cases))
 app.command("doctor", epilog=epilog("doctor"))(completing(inspect.doctor))
 app.command("train", epilog=epilog("train"))(completing(train.train))
 app.command("report", epilog=epilog("report"))(completing(report.report))
-app.command("gate")(completing(gate.gate))
+app.command("gate", epilog=epilog("gate"))(completing(gate.gate))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         ("one case, beside one peer", "gem run suites/throughput/gdpa.toml::cpu_pma_q32_d64 --peers padded"),
         ("is it right? without timing", "gem run suites/correctness -k 'hostile and gdpa'"),
+        ("go on with a run that was killed: the same command and --resume", "gem run --json all.json --resume"),
         ("a suite of your own", "gem run my_suite.toml"),
     ),
     "list": (
@@ -36,13 +37,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
         (
             "fewer steps, another folder",
-            "gem train fixtures/training/synthetic.toml --set steps=20 --out results/short",
+            "gem train fixtures/training/synthetic.toml --set steps=20 --out results/few",
         ),
         ("on two processes", "torchrun --nproc-per-node 2 -m gem train fixtures/training/synthetic.toml"),
     ),
     "report": (
         ("a saved document as tables again", "gem report ci/measured/h200/attention.json"),
-        ("as one HTML file", "gem report ci/measured/h200/attention.json --html report.html"),
+        ("several as one HTML file", "gem report ci/measured/h200/{attention,gdpa}.json -o report.html"),
+    ),
+    "gate": (
+        ("measure this checkout against main, and judge", "./ci/gate main"),
+        (
+            "judge again, with a summary for a pull request",
+            "gem gate results/gate/base results/gate/new --markdown gate.md",
+        ),
+        ("two documents of your own", "gem gate before.json after.json --strict"),
     ),
 }
 
