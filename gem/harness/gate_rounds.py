@@ -45,17 +45,20 @@ def run_round(sides: Sequence[Side], number: int, out: Path, arguments: Sequence
 
     Raises RequestError when a side refuses the request (exit 2) or ends without a document.
     """
+    _share_cores()
     ends = [os.pipe() for _ in sides]  # ends[i]: what side i reads, and where the other writes
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in sides]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gem-gate-")))
         running: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, running)
-        for i, side in enumerate(sides):
-            read_fd, write_fd = ends[i][0], ends[1 - i][1]
+        # Identical code must have no place of its own: who starts, and who turns, first goes round.
+        order = (0, 1) if number // 2 % 2 else (1, 0)
+        for i in order:
+            side, (read_fd, write_fd) = sides[i], (ends[i][0], ends[1 - i][1])
             first = ["--first"] if number % 2 == i else []
             program = [sys.executable, "-P", gate_turns.__file__, *first, str(side.home), str(read_fd), str(write_fd)]
-            command = [*program, "run", *arguments, "--json", str(folder / f"{side.name}.json")]
+            command = [*program, "run", *arguments, "--json", str(folder / f"{i}.json")]
             env = {**os.environ, "PYTHONPATH": str(side.home)}
             running.append(
                 subprocess.Popen(
@@ -66,8 +69,8 @@ def run_round(sides: Sequence[Side], number: int, out: Path, arguments: Sequence
         for pair in ends:
             for fd in pair:
                 os.close(fd)
-        codes = [one.wait() for one in running]
-        documents = [_document(folder / f"{side.name}.json") for side in sides]
+        codes = [running[order.index(i)].wait() for i in range(len(sides))]
+        documents = [_document(folder / f"{i}.json") for i in range(len(sides))]
         for side, code, document, log in zip(sides, codes, documents, logs, strict=True):
             if code not in (0, 1) or document is None:
                 raise RequestError(f"round {number}: gem run of the {side.name} ended with {code}: {_last_line(log)}")
@@ -78,6 +81,14 @@ def run_round(sides: Sequence[Side], number: int, out: Path, arguments: Sequence
             _keep(document or {}, out / side.name / f"{number:03d}.json", number)
             for side, document in zip(sides, documents, strict=True)
         ]
+
+
+def _share_cores() -> None:
+    """Where one thread or a few are to be used, keep both runs on the same cores: one may be busier than another."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if hasattr(os, "sched_setaffinity") and threads.isdigit():
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[-max(1, int(threads)) :])
 
 
 def _end(running: list[subprocess.Popen[bytes]]) -> None:

@@ -76,9 +76,9 @@ class Turnstile:
 def shared_interleave(turnstile: Turnstile, race_type: Callable[..., Any], failure: type[Exception]) -> Callable:
     """An `interleave` (see gem.harness.timing) whose rounds alternate with those of the other run.
 
-    The one that holds the turn runs rounds until it is one ahead: the order is one, two, two, two, …, and each is first
-    as often as second. Both stop at one number of rounds, when twice the budget (they share the clock) is spent;
-    neither stops because its own median is known.
+    One round each: so each follows the other's, and none finds what its own last round left warm. Who begins is left to
+    the caller, who lets them take that in turns too. Both stop at one number of rounds, when twice the budget (they
+    share the clock) is spent; neither stops because its own median is known.
     """
 
     def interleave(
@@ -112,17 +112,17 @@ def shared_interleave(turnstile: Turnstile, race_type: Callable[..., Any], failu
                 return True
             slow = race.rounds > 0 and spent / race.rounds * MIN_TURNS > budget_s
             least = FEW_TURNS if slow else MIN_TURNS
-            gone = turnstile.other_at > turnstile.meeting
+            gone = turnstile.alone or turnstile.other_at > turnstile.meeting
             return race.rounds >= least and (gone or clock() - start >= 2 * budget_s)
 
-        while True:
-            lead = race.rounds - turnstile.other_rounds if turnstile.together else 0
-            if lead > 0:
+        while len(race.failures) < len(turns):
+            # Where both have run as many rounds is where to stop.
+            if enough() and not (turnstile.together and race.rounds != turnstile.other_rounds):
+                break
+            one_round()
+            if turnstile.together:
                 turnstile.give(race.rounds)
-            elif len(race.failures) == len(turns) or (lead == 0 and enough()):
-                return race
-            else:
-                one_round()
+        return race
 
     return interleave
 
