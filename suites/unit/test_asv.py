@@ -1,169 +1,218 @@
-"""asv: benchmarks are made from the declared cases, and asv itself finds, runs and stores them."""
+"""asv: benchmarks are made from the declared cases, and hand on the harness's own rows."""
 
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
+import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import asv_package
 import pytest
 
 from gem import paths
 from gem.data.lengths import load_profile
-from gem.harness.case import Case, build_cases, ops_only
+from gem.harness import names
+from gem.harness.case import AnyCase, Case, MeasuredCase, build_cases
+from gem.harness.measured_params import BbsParams
 from gem.harness.needs import Facts
+from gem.harness.params import GdpaParams
+from gem.harness.suites import load_suites
 
 ROOT = paths.checkout_root()
 pytestmark = pytest.mark.skipif(ROOT is None, reason="not run from a checkout")
-
-SUITE = """
-[suite]
-kind = "throughput"
-subject = "gdpa"
-[[case]]
-name = "tiny.d16"
-fixture = "single_token"
-params = { heads = 2, head_dim = 16 }
-[[case]]
-name = "needs_gpu"
-fixture = "cross_short_kv"
-needs = "cuda:sm90"
-"""
+CPU = Facts(device="cpu")
+GPU = Facts(device="cuda", capabilities=(90,), triton=True)
 
 
 @pytest.fixture(scope="module")
-def asv_cases() -> ModuleType:
-    assert ROOT is not None
-    spec = importlib.util.spec_from_file_location("asv_cases", ROOT / "suites" / "asv" / "cases.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def asv_cases() -> Any:
+    return asv_package.load("cases")
 
 
-def declare(subject: str = "gdpa", kind: str = "throughput", **fields: Any) -> Case:
+def declare(subject: str = "gdpa", kind: str = "throughput", **fields: Any) -> AnyCase:
     suite = {"kind": kind, "subject": subject}
-    case = {"name": "a", "fixture": "cpu_self_longtail"} | fields
+    case = {"name": "a"} | ({} if subject in ("bbs", "e2e") else {"fixture": "cpu_self_longtail"}) | fields
     document = {"suite": suite, "case": [case]}
     fixtures = frozenset({"cpu_self_longtail", "cpu_dense_512", "single_token"})
     label = Path("suites/throughput/x.toml")
-    (case,) = ops_only(build_cases(document, file=Path("x.toml"), label=label, fixtures=fixtures))
-    return case
+    (made,) = build_cases(document, file=Path("x.toml"), label=label, fixtures=fixtures)
+    return made
 
 
-def test_only_what_this_machine_can_run_becomes_a_benchmark(asv_cases: ModuleType) -> None:
+def benchmarks(made: type) -> list[str]:
+    return sorted(name for name in vars(made) if name.startswith(("track_", "peakmem_", "time_")))
+
+
+# ---- which benchmarks there are
+
+
+def test_only_what_this_machine_can_run_becomes_a_benchmark(asv_cases: Any) -> None:
     cases = [
         declare(name="cpu-case"),
         declare(name="gpu_case", needs="cuda:sm90"),
         declare(name="checked", kind="correctness"),
         declare(name="one_way", directions=["forward"]),
     ]
-    made = asv_cases.generate(cases, Facts(device="cpu"))
+    made = asv_cases.generate(cases, CPU)
     assert list(made) == ["gdpa__cpu_case", "gdpa__one_way"]
     assert made["gdpa__cpu_case"].params == (["torch"],)
-    methods = {name for name in vars(made["gdpa__one_way"]) if name.startswith(("time_", "track_"))}
-    assert methods == {"time_forward", "track_forward_tflops"}
-    on_gpu = asv_cases.generate(cases, Facts(device="cuda", capabilities=(90,)))
-    assert "gdpa__gpu_case" in on_gpu and "triton" in on_gpu["gdpa__gpu_case"].params[0]
+    assert benchmarks(made["gdpa__one_way"]) == [
+        "peakmem_calls",
+        "track_forward_seconds",
+        "track_forward_tflops_shown",
+    ]
+    on_gpu = asv_cases.generate(cases, GPU)
+    assert on_gpu["gdpa__gpu_case"].params == (["torch", "triton", "gluon"],)
+    assert "track_peak_memory" in benchmarks(on_gpu["gdpa__gpu_case"])
+    of_both = asv_cases.generate(cases, CPU, GPU)
+    assert {"track_peak_memory", "peakmem_calls"} <= set(benchmarks(of_both["gdpa__one_way"]))
 
 
-def test_two_cases_of_one_name_are_an_error(asv_cases: ModuleType) -> None:
+def test_races_and_measured_subjects_are_benchmarks(asv_cases: Any) -> None:
+    race = declare("e2e", params={"batches": [4], "step_samples": 8})
+    balance = declare("bbs", "scaling", name="b", params={"strategy": "bbs"}, expect={"share_closed": ">= 0.5"})
+    rate = declare("bbs", "scaling", name="r", params={"measure": "merge_rate"}, expect={"samples_per_s": ">= 1"})
+    learns = declare("bbs", "scaling", name="unlike")
+    made = asv_cases.generate([race, balance, rate, learns], CPU)
+    assert benchmarks(made["e2e__a"]) == ["track_peak_memory", "track_qps_shown", "track_step_seconds"]
+    assert made["e2e__a"].params == (["gem"],)  # without its peers
+    assert benchmarks(made["bbs__b"]) == benchmarks(made["bbs__unlike"]) == ["track_share_closed_shown"]
+    assert benchmarks(made["bbs__r"]) == ["track_samples_per_s_seconds", "track_samples_per_s_shown"]
+
+
+def test_a_subject_that_is_new_brings_what_it_expects(asv_cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subject of a later day, declared as any other, with a metric that some case of it is expected to reach."""
+    from gem.harness import measured_params
+
+    new = measured_params.MeasuredSubject(BbsParams, ("scaling",), "somewhere:Simulated")
+    monkeypatch.setitem(measured_params.MEASURED, "simulated", new)
+    fields = {"file": Path("x"), "suite": Path("x.toml"), "kind": "scaling", "subject": "simulated"}
+    told = MeasuredCase(**fields, name="one", params=BbsParams(), expect={"mfu": ">= 0.4", "input_wait": "<= 0.1"})
+    quiet = MeasuredCase(**fields, name="two", params=BbsParams())
+    made = asv_cases.generate([told, quiet], CPU)
+    assert benchmarks(made["simulated__two"]) == ["track_input_wait", "track_mfu_shown"]
+
+
+def test_two_cases_of_one_name_are_an_error(asv_cases: Any) -> None:
     with pytest.raises(ValueError, match="gdpa__a_b"):
-        asv_cases.generate([declare(name="a.b"), declare(name="a-b")], Facts())
+        asv_cases.generate([declare(name="a.b"), declare(name="a-b")], CPU)
 
 
-def test_version_follows_the_declaration(asv_cases: ModuleType) -> None:
+def test_every_declared_case_is_a_benchmark_and_what_rises_is_never_gated(asv_cases: Any) -> None:
+    assert ROOT is not None
+    cases = load_suites([ROOT / "suites" / kind for kind in asv_cases.KINDS])
+    made = asv_cases.generate(cases, CPU, GPU)
+    assert len(made) == len(cases)
+    text = re.sub(r"^\s*//.*$", "", (ROOT / "asv.conf.json").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (shown,) = json.loads(text)["regressions_first_commits"].items()
+    assert shown[1] is None  # asv: no regression is looked for
+    found = set()
+    for name, made_class in made.items():
+        for key in benchmarks(made_class):
+            metric = next((one for one in names.METRICS if re.fullmatch(rf"track_(\w+_)?{one}(_shown)?", key)), "ms")
+            rises = names.METRICS[metric].better == "higher"
+            # As asv asks: the name with its parameters and branch.
+            assert bool(re.match(shown[0], f"benchmarks.{name}.{key}('torch')@main")) == rises, key
+            assert ("never gated" in getattr(made_class, key).pretty_name) == rises, key
+            found.add(rises)
+    assert found == {True, False}
+
+
+# ---- versions
+
+
+def test_version_follows_the_declaration(asv_cases: Any) -> None:
     version = asv_cases.version_of
     base = version(declare())
-    assert base == version(declare(peers=["padded"], description="text", expect={}))  # do not change what is timed
+    assert base == version(declare(peers=["padded"], description="text", expect={}))  # do not change what is measured
     assert base != version(declare(params={"head_dim": 32}))
     assert base != version(declare(fixture="cpu_dense_512"))
     assert base != version(declare(subject="block_attention"))
+    assert base != version(declare(directions=["forward"]))
 
 
-def test_version_follows_the_length_profile(asv_cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = asv_cases.version_of(declare())
+def test_version_does_not_follow_a_parameter_that_was_not_there(asv_cases: Any) -> None:
+    case = declare(params={"head_dim": 32})
+
+    class Wider(GdpaParams):
+        later: int = 3
+
+    wider = case.model_copy(update={"params": Wider(head_dim=32)})
+    assert wider.params.model_dump() != case.params.model_dump()
+    assert asv_cases.version_of(wider) == asv_cases.version_of(case)
+
+
+def test_version_follows_the_length_profile(asv_cases: Any) -> None:
     profile = load_profile("cpu_self_longtail")
-    monkeypatch.setattr(asv_cases, "load_profile", lambda name: profile.model_copy(update={"batch": profile.size + 1}))
-    assert asv_cases.version_of(declare()) != before
+    larger = profile.model_copy(update={"batch": profile.size + 1})
+    assert asv_cases.version_of(declare()) != asv_cases.version_of(declare(), lambda name: larger)
 
 
-@pytest.mark.parametrize(
-    "subject, params, direction, pairs",
-    [
-        # cpu_dense_512: every sample has 512 queries and 512 keys.
-        ("gdpa", {}, "forward", 512 * 512),
-        ("gdpa", {"causal": True}, "forward", 512 * 513 // 2),
-        ("jagged_attention", {}, "backward", 512 * 512),
-        ("block_attention", {"block": 64}, "forward", 8 * 64 * 64),
-    ],
-)
-def test_useful_flops(asv_cases: ModuleType, subject: str, params: dict[str, Any], direction: str, pairs: int) -> None:
-    case = declare(subject=subject, fixture="cpu_dense_512", params={"heads": 3, "head_dim": 32, **params})
-    lengths = load_profile("cpu_dense_512").draw()
-    assert set(lengths.q.tolist()) == {512}
-    per_pair = 4 * 3 * 32 * (1 if direction == "forward" else 2.5)
-    assert asv_cases.useful_flops(case, lengths, direction) == per_pair * pairs * lengths.batch
+# ---- what they hand on
 
 
-def test_foreign_package_is_refused(asv_cases: ModuleType, tmp_path: Path) -> None:
+def row(impl: str, metric: str, value: float | None, direction: str = "forward", **more: Any) -> dict[str, Any]:
+    given = {"impl": impl, "direction": direction, "metric": metric, "value": value, "samples": [], "reason": ""}
+    return given | {"status": "pass"} | more
+
+
+def test_benchmarks_give_the_rows_in_asv_s_units(asv_cases: Any) -> None:
+    from asv_runner.benchmarks.mark import SkipNotImplemented
+
+    made = asv_cases.generate([declare(impls=["torch", "triton", "gluon"])], CPU)["gdpa__a"]
+    found = [
+        row("torch", "ms", 20.0, samples=[10.0, 20.0, 30.0]),
+        row("torch", "tflops", 1.5),
+        row("triton", "max_error", 0.3, status="fail", reason="out: bound 2e-5"),
+        row("triton", "ms", None, status="fail", reason="out: bound 2e-5"),
+        row("gluon", "ms", None, status="skipped", reason="no Gluon kernel for the CPU"),
+    ]
+    own = made()
+    assert own.track_forward_seconds(found, "torch") == {"samples": [0.01, 0.02, 0.03], "number": 1}
+    assert own.track_forward_tflops_shown(found, "torch") == 1.5
+    with pytest.raises(RuntimeError, match="bound 2e-5"):
+        own.track_forward_seconds(found, "triton")
+    with pytest.raises(SkipNotImplemented, match="no Gluon kernel"):
+        own.track_forward_tflops_shown(found, "gluon")
+    assert (own.track_forward_seconds.unit, own.track_forward_tflops_shown.unit) == ("seconds", "TFLOP/s")
+
+
+def test_step_time_and_rate_are_one_measurement(asv_cases: Any) -> None:
+    made = asv_cases.generate([declare("e2e", params={"batches": [4], "step_samples": 8})], CPU)["e2e__a"]
+    found = [row("gem", "qps", 4.0, "", samples=[2.0, 4.0, 8.0]), row("gem", "peak_memory", 7.0, "")]
+    assert made().track_step_seconds(found, "gem") == {"samples": [4.0, 2.0, 1.0], "number": 1}
+    assert made().track_qps_shown(found, "gem") == 4.0 and made().track_peak_memory(found, "gem") == 7.0
+    assert made().track_peak_memory.unit == "bytes"
+
+
+def test_each_class_has_a_cache_of_its_own(asv_cases: Any) -> None:
+    """asv would give the first class's results to all whose setup_cache is of one line."""
+    from asv_runner.benchmarks._base import get_setup_cache_key
+
+    made = asv_cases.generate([declare(name="a"), declare(name="b")], CPU)
+    keys = {get_setup_cache_key(one().setup_cache) for one in made.values()}
+    assert len(keys) == 2
+
+
+def test_a_case_is_run_by_the_harness_without_its_peers(asv_cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEM_DEVICE", "cpu")
+    monkeypatch.setenv("GEM_ASV_BUDGET_S", "0.1")
+    params = {"heads": 2, "head_dim": 16}
+    bound = {"forward.ratio_to.padded": ">= 1e9"}
+    case = declare(fixture="single_token", params=params, directions=["forward"], peers=["padded"], expect=bound)
+    assert isinstance(case, Case)
+    found = asv_cases.measure(case)
+    assert {one["impl"] for one in found} == {"torch"} and all(one["status"] == "pass" for one in found)
+    made = asv_cases.generate([case], CPU)["gdpa__a"]()
+    told = made.track_forward_seconds(found, "torch")
+    (ms,) = [one["value"] for one in found if one["metric"] == "ms"]
+    assert len(told["samples"]) >= 7 and min(told["samples"]) <= ms / 1e3 <= max(told["samples"])
+
+
+def test_foreign_package_is_refused(asv_cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="not that of"):
         asv_cases.check_checkout(tmp_path)
     assert ROOT is not None
     asv_cases.check_checkout(ROOT)
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkout of its own, with a declared case that is quick, committed."""
-    assert ROOT is not None
-    here = tmp_path_factory.mktemp("asv") / "checkout"
-    junk = shutil.ignore_patterns("__pycache__")
-    for folder in ("gem", "kernels", "fixtures", "suites/asv"):
-        shutil.copytree(ROOT / folder, here / folder, symlinks=True, ignore=junk)
-    for file in ("pyproject.toml", "asv.conf.json"):
-        shutil.copy(ROOT / file, here / file)
-    (here / "suites" / "throughput").mkdir()
-    (here / "suites" / "throughput" / "tiny.toml").write_text(SUITE, encoding="utf-8")
-    git = ["git", "-C", str(here), "-c", "user.name=test", "-c", "user.email=test@example.invalid"]
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "start"]):
-        subprocess.run([*git, *words], check=True, capture_output=True)
-    return here
-
-
-def run_asv(checkout: Path, *words: str) -> str:
-    home = checkout.parent / "home"  # asv keeps what it knows of machines in ~/.asv-machine.json
-    home.mkdir(exist_ok=True)
-    # asv clears PYTHONPATH; this checkout is to be measured, not the installed one.
-    env = {**os.environ, "HOME": str(home), "ASV_PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "asv", *words], cwd=checkout, env=env, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_asv_runs_and_stores_a_declared_case(checkout: Path) -> None:
-    commit = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    run_asv(checkout, "machine", "--machine", "here", "--yes")
-    how = ["-E", "existing:same", "--set-commit-hash", commit, "--machine", "here", "--quick"]
-    run_asv(checkout, "run", *how, "-b", "forward")
-    stored = list((checkout / "results" / "asv" / "results" / "here").glob(f"{commit[:8]}-*.json"))
-    assert len(stored) == 1
-    document = json.loads(stored[0].read_text(encoding="utf-8"))
-    assert document["commit_hash"] == commit
-    results = document["results"]
-    assert sorted(results) == [
-        "benchmarks.gdpa__tiny_d16.time_forward",
-        "benchmarks.gdpa__tiny_d16.track_forward_tflops",
-    ]
-    for name, result in results.items():
-        column = dict(zip(document["result_columns"], result, strict=False))
-        assert len(column["result"]) == 1 and 0 < column["result"][0] < 60, name
-        assert len(column["version"]) == 64
+    monkeypatch.setenv(asv_cases.CHECKOUT, str(tmp_path))
+    with pytest.raises(RuntimeError, match="not that of"):
+        asv_cases.check_checkout(ROOT)
