@@ -71,7 +71,7 @@ def _verdict(statuses: Sequence[Status]) -> tuple[str, str]:
     if not statuses:
         return "Nothing was run.", "none"
     if bad:
-        return f"{bad} of {ran} case{'s' * (ran != 1)} did not pass{also}.", "bad"
+        return f"{f'{bad} of {ran} cases' if ran > 1 else 'The case'} did not pass{also}.", "bad"
     if not ran:
         return f"Nothing ran: {skipped} case{'s' * (skipped != 1)} skipped.", "bad"
     return (f"All {ran} cases passed{also}." if ran > 1 else f"The case passed{also}."), "good"
@@ -125,10 +125,15 @@ def problems(lines: Sequence[Line], runs: Sequence[str], role: str) -> list[Prob
     found: dict[tuple[Status, str], list[str]] = {}
     for line in lines:
         if line.status in BAD and line.role == role:
-            words = (runs[line.run], line.subject, line.case, line.impl, line.direction)
-            found.setdefault((line.status, line.problem), []).append(" ".join(filter(None, words)))
+            found.setdefault((line.status, line.problem), []).append(_place(line, runs))
     made = [Problem(status, reason or "no reason given", places) for (status, reason), places in found.items()]
     return sorted(made, key=lambda one: (-SEVERITY.index(one.status), -len(one.places)))
+
+
+def _place(line: Line, runs: Sequence[str]) -> str:
+    run = runs[line.run]
+    words = (f"{run}:" if run else "", line.subject, line.case, line.impl, line.direction)
+    return " ".join(filter(None, words))
 
 
 def skipped(lines: Sequence[Line], runs: Sequence[str]) -> list[Problem]:
@@ -136,8 +141,7 @@ def skipped(lines: Sequence[Line], runs: Sequence[str]) -> list[Problem]:
     found: dict[str, list[str]] = {}
     for line in lines:
         if line.status == "skipped":
-            words = (runs[line.run], line.subject, line.case, line.impl, line.direction)
-            found.setdefault(line.reason or "no reason given", []).append(" ".join(filter(None, words)))
+            found.setdefault(line.reason or "no reason given", []).append(_place(line, runs))
     made = [Problem("skipped", reason, places) for reason, places in found.items()]
     return sorted(made, key=lambda one: -len(one.places))
 

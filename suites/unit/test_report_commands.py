@@ -1,11 +1,15 @@
-"""The command beside a copied number: it is what the shell takes apart into the case and the options of its run."""
+"""The command beside a copied number is what a shell takes apart into the case and its run's options; gem report."""
 
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
+from result_rows import ROWS
 
+from gem.cli import main
 from gem.harness.report_commands import Commands, case_command, run_command
+from gem.harness.results import Document, write_document
 from gem.harness.suites import load_suites
 
 SUITE = "suites/throughput/gdpa.toml"
@@ -65,3 +69,46 @@ def test_cases_are_numbered_once() -> None:
     assert commands.listed[first] == ("a: gdpa x", f"gem run {SUITE}::x")
     second = commands.of_run(1, "gdpa")
     assert commands.listed[second] == ("b: gdpa", "gem run --budget 1")
+
+
+# ---- gem report
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(one) for one in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name / "throughput.json" for name in ("cpu", "h200")]
+    for path in paths:
+        write_document(Document(rows=ROWS, request={"argv": ["run"]}), path)
+    return paths
+
+
+@pytest.mark.parametrize("option", ["-o", "--html", "--output"])
+def test_several_documents_become_one_report(saved: list[Path], option: str, capsys: pytest.CaptureFixture) -> None:
+    file = saved[0].parent.parent / "r.html"
+    assert call("report", *saved, option, file) == 0
+    html = file.read_text()
+    assert "cpu/throughput" in html and "h200/throughput" in html
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"wrote {file}" and said[0].startswith("cpu/throughput: 1 passed") and len(said) == 3
+
+
+def test_without_a_file_the_tables_are_shown(saved: list[Path], capsys: pytest.CaptureFixture) -> None:
+    assert call("report", *saved) == 0
+    assert capsys.readouterr().out.count("flex") >= 4
+    assert sorted(path.name for path in saved[0].parent.parent.iterdir()) == ["cpu", "h200"]
+
+
+def test_a_report_never_replaces_what_it_reads(saved: list[Path], capsys: pytest.CaptureFixture) -> None:
+    before = saved[1].read_text()
+    assert call("report", *saved, "-o", saved[1]) == 2
+    assert "is a document to read; accepted: another file" in capsys.readouterr().err
+    assert saved[1].read_text() == before
+    assert call("report", saved[0], saved[0].parent / "none.json", "-o", saved[0].parent / "r.html") == 2
+    assert not (saved[0].parent / "r.html").exists()
