@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import BaseModel
+
 import gem
 from gem import paths
 from gem.errors import RequestError
@@ -22,7 +24,7 @@ from gem.harness.case import Case, Implementation, MeasuredCase, Name, Needs, Pe
 from gem.harness.declaration import Head
 from gem.harness.measured_params import MEASURED
 from gem.harness.params import SUBJECTS, Params, SubjectParams
-from gem.harness.reference_types import accepted, comments_of, fields_table, note_at, table
+from gem.harness.reference_types import accepted, comments_of, fields_table, note_at, table, tables_in
 from gem.harness.results import Document, Row, Status, WaterfallPart, write_text
 
 MADE = "<!-- Made from the code by `python -m gem.commands.reference`. Mend the code, not this page. -->"
@@ -172,19 +174,22 @@ def declarations_page() -> str:
         "In `[suite.defaults]` the same fields but `name`."
     )
     parts = [
-        "A suite is a TOML file: a `[suite]` table, then `[[case]]` tables. [Explained](../cases.md). An unknown field, "
-        "or text where a number belongs, is an error of one line that names file, case, field and what is accepted.",
+        "A suite is a TOML file: a `[suite]` table, then `[[case]]` tables. [Explained](../cases.md). An unknown "
+        "field, or text where a number belongs, is an error of one line that names file, case, field and what is accepted.",
         "## `[suite]`",
         fields_table(Head),
         table(["subject", "kinds"], [[f"`{one}`", ", ".join(f"`{kind}`" for kind in of)] for one, of in kinds.items()]),
         "## `[[case]]` of an op",
         _doc(Case),
-        fields_table(Case, _GIVEN, _WORDS, _NO_PARAMS),
+        fields_table(Case, _GIVEN, _words(Case), _NO_PARAMS),
         matrix,
         "## `[[case]]` of a measured subject",
         _doc(MeasuredCase),
-        fields_table(MeasuredCase, _GIVEN, _WORDS, _NO_PARAMS),
+        fields_table(MeasuredCase, _GIVEN, _words(MeasuredCase), _NO_PARAMS),
     ]
+    for field, model in {**tables_in(Case), **tables_in(MeasuredCase)}.items():
+        if field != "params":
+            parts += [f"## `[case.{field}]`", _doc(model), fields_table(model)]
     for subject, model in models.items():
         parts += [f"## params of {subject}", _doc(model), fields_table(model)]
     parts += [
@@ -203,6 +208,12 @@ def declarations_page() -> str:
         kind = accepted(model.model_fields["kind"].annotation)
         parts += [f"### kind = {kind}", _doc(model), fields_table(model, ("kind",))]
     return _page("Declarations", *parts)
+
+
+def _words(model: type[BaseModel]) -> dict[Any, str]:
+    """What the fields accept, in words; tables are links to their own."""
+    links = {one: f"table, [below](#case{field})" for field, one in tables_in(model).items() if field != "params"}
+    return {**_WORDS, **links}
 
 
 # ---- metrics, peers, results

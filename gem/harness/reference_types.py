@@ -127,6 +127,18 @@ def notes_of(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def tables_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Fields of the model that are tables with fields of their own: name → model."""
+
+    def inside(annotation: Any) -> list[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [one for part in typing.get_args(annotation) for one in inside(part)]
+
+    hints = typing.get_type_hints(model, include_extras=True)
+    return {name: found[0] for name in model.model_fields if (found := inside(hints[name]))}
+
+
 def fields_table(
     model: type[BaseModel],
     leave_out: Iterable[str] = (),

@@ -1,10 +1,13 @@
 """Completion in shells: the words that `gem` offers, through the protocol that the shells' scripts speak."""
 
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +151,32 @@ def test_the_script_for_bash_defines_a_completion(tmp_path: Path) -> None:
         text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == ["cpu_pma_q32_d64"], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_tab_in_a_real_bash(tmp_path: Path) -> None:
+    """Keys at a terminal: bash itself cuts the words at the colons, and puts the answer behind them."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "$ "}
+        env |= {"PYTHONPATH": str(HOME.parent), "COLUMNS": "200"}
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], env)
+    try:
+        os.write(terminal, b'eval "$(gem --show-completion bash)"; echo rea""dy\n')
+        assert "ready" in read_until(terminal, "ready")
+        os.write(terminal, f"gem run {GDPA}::cpu_p\t".encode())
+        assert f"{GDPA}::cpu_pma_q32_d64 " in read_until(terminal, "q32_d64 ")
+    finally:
+        os.write(terminal, b"\x15exit\n")
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def read_until(terminal: int, wanted: str, seconds: float = 30) -> str:
+    """What the terminal shows until `wanted` is in it, or the time is up."""
+    found, end = "", time.monotonic() + seconds
+    while wanted not in found and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            found += os.read(terminal, 65536).decode(errors="replace")
+    return found.replace("\r", "")
