@@ -175,7 +175,7 @@ def declarations_page() -> str:
     )
     parts = [
         "A suite is a TOML file: a `[suite]` table, then `[[case]]` tables. [Explained](../cases.md). An unknown "
-        "field, or text where a number belongs, is an error of one line that names file, case, field and what is accepted.",
+        "field, or text for a number, is an error of one line that names file, case, field and what is accepted.",
         "## `[suite]`",
         fields_table(Head),
         table(["subject", "kinds"], [[f"`{one}`", ", ".join(f"`{kind}`" for kind in of)] for one, of in kinds.items()]),
