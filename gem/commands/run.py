@@ -124,13 +124,13 @@ def _run(cases: list[Any], asked: dict[str, Any], journal: "Journal | None", con
     from gem.harness.runner import RunOptions
     from gem.harness.runner import run as run_cases
 
-    taken = journal.finished if journal is not None else None
-    with LiveProgress(len(cases), console, taken) as progress:
-        try:
+    progress = LiveProgress(len(cases), console, journal.finished if journal is not None else None)
+    try:
+        with progress:
             options = RunOptions(**asked)
             return run_cases(cases, options=options, on_event=progress, journal=journal), False
-        except KeyboardInterrupt as stop:
-            found = stop.document if isinstance(stop, Interrupted) else _finished(progress.finished, asked["device"])
+    except KeyboardInterrupt as stop:
+        found = stop.document if isinstance(stop, Interrupted) else _finished(progress.finished, asked["device"])
     told = f"gem: interrupted: {len(progress.finished)} of {len(cases)} cases finished"
     _say(console, f"{told}; the same command with --resume goes on" if journal and journal.finished else told)
     return found, True

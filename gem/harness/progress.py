@@ -54,6 +54,15 @@ def has_bar(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def _start(bar: Progress) -> None:
+    """Draw it. Ctrl-C may come before anybody else could bring the cursor back."""
+    try:
+        bar.start()
+    except BaseException:
+        bar.stop()
+        raise
+
+
 class LiveProgress:
     """Draws runner events; call it with each. `finished` keeps the rows of the cases that are done.
 
@@ -82,7 +91,7 @@ class LiveProgress:
 
     def __enter__(self) -> Self:
         if self._bar:
-            self._bar.start()
+            _start(self._bar)
         return self
 
     def __exit__(
@@ -140,7 +149,7 @@ class ReadProgress:
 
     def __enter__(self) -> Self:
         if self._bar:
-            self._bar.start()
+            _start(self._bar)
         return self
 
     def __exit__(

@@ -88,7 +88,10 @@ class Session:
     def helper(self, name: str, target: str) -> Worker:
         """A worker for the run's own code (the oracle, the ceilings), started again after it died."""
         worker = self._helpers.get(name)
-        if worker is None or not worker.alive:
+        if worker is not None and not worker.alive:  # also one that was killed while nobody asked it anything
+            worker.close()
+            worker = None
+        if worker is None:
             worker = self._helpers[name] = Worker(name, target, memory_bytes=self.memory_bytes())
         return worker
 

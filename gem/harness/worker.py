@@ -122,8 +122,8 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """False once it died, hung or was closed: later calls repeat that failure."""
-        return self._failure is None
+        """False once it died, hung or was closed: later calls repeat that failure, or find it."""
+        return self._failure is None and self._process.is_alive()
 
     def call(
         self, method: str, *args: Any, timeout_s: float, on_report: Callable[[int, int], None] | None = None
