@@ -63,13 +63,10 @@ def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis
     plot_w, plot_h = width - left - 8, height - top - bottom
     peak = max((counts[i] for i in bins), default=0)
     parts = [svg.axis_line(left, top + plot_h, left + plot_w, top + plot_h)]
-    for share in (0.5, 1.0) if peak > 1 else (1.0,):
-        y = top + plot_h * (1 - share)
-        parts += [
-            svg.line(left, y, left + plot_w, y, "grid"),
-            svg.text(left - 5, y + 4, number(peak * share), "tick end"),
-        ]
-    step = plot_w / max(len(bins), 1)
+    for count in (peak // 2, peak) if peak > 1 else (peak,):
+        y = top + plot_h * (1 - count / peak if peak else 0)
+        parts += [svg.line(left, y, left + plot_w, y, "grid"), svg.text(left - 5, y + 4, number(count), "tick end")]
+    step = plot_w / max(len(bins), 4)  # one bin alone is no wall
     every = max(1, math.ceil(len(bins) / 8))  # more than eight labels would touch each other
     for place, i in enumerate(bins):
         x = left + place * step

@@ -79,9 +79,7 @@ def render(documents: Documents, *, title: str | None = None) -> str:
         ],
         sections=sections,
         tables=tables,
-        fixtures=[
-            card for run, one in each for card in report_figures.fixture_cards(run, one.fixtures, commands, runs[run])
-        ],
+        fixtures=report_figures.fixture_cards([one.fixtures for one in found], commands, runs),
         parts=PART_OF,
         environments=[(runs[run], flat(one.environment), flat(one.request), flat(one.ceilings)) for run, one in each],
         commands=_json(commands.listed),

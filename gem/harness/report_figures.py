@@ -161,41 +161,46 @@ def curve_cards(lines: Iterable[Line], fixtures: Sequence[dict[str, Any]], runs:
     return cards
 
 
-def fixture_cards(run: int, fixtures: dict[str, Any], commands: Commands, name: str) -> list[Card]:
-    """Length histograms of a run: one a side, or one for both where queries and keys have the same lengths."""
+def fixture_cards(fixtures: Sequence[dict[str, Any]], commands: Commands, runs: Sequence[str]) -> list[Card]:
+    """Length histograms of all runs' fixtures; those that several runs share once, with the names of the runs."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for run, own in enumerate(fixtures):
+        for name, stats in own.items():
+            if isinstance(stats, dict):
+                found.setdefault((name, repr(stats)), []).append(run)
     cards = []
-    for fixture, stats in fixtures.items():
-        if not isinstance(stats, dict):
-            continue
-        sides = {side: own for side, own in stats.items() if isinstance(own, dict) and "histogram" in own}
-        if len(sides) == 2 and len({repr(own) for own in sides.values()}) == 1:
-            sides = {" = ".join(sides): next(iter(sides.values()))}
-        batch = stats.get("batch")
-        size = f"{batch:,} samples" if isinstance(batch, int) else ""
-        for side, own in sides.items():
-            key = " · ".join(f"{one} {number(own[one])}" for one in ("p50", "p90", "p99", "max") if real(own.get(one)))
-            note = ". ".join(
-                filter(None, (" · ".join(filter(None, (size, key))), str(stats.get("source") or ""), name))
-            )
-            try:
-                edges, counts = own["histogram"]["edges"], own["histogram"]["counts"]
-                plot = plots.histogram(
-                    edges, counts, title=f"{fixture}, {side}: lengths", axis=f"{side} rows per sample"
-                )
-            except (TypeError, KeyError, ValueError) as error:
-                accepted = "edges (one more) and counts, both lists of numbers"
-                where = f"fixtures.{fixture}.{side}.histogram"
-                raise RequestError(f"{where}: {plots.shorten(repr(error), 120)}; accepted: {accepted}") from error
-            about = {k: v for k, v in stats.items() if not isinstance(v, dict)}
-            pairs = flat(about | {k: v for k, v in own.items() if k != "histogram"})
-            pairs += [
-                (f"{a:g} to below {b:g}", f"{n:,}") for a, b, n in zip(edges, edges[1:], counts, strict=False) if n
-            ]
-            number_of = commands.of_run(run, f"lengths of {fixture}, {side}:")
-            rows = [TableRow([Cell(one), Cell(value)], number_of, one) for one, value in pairs]
-            columns = [Column("length", "text"), Column("value")]
-            table = Table(f"{fixture}, {side}", columns, [("", rows)], sortable=False)
-            cards.append(Card(f"{fixture}, {side}", note, table, plot, about=fixture))
+    for (name, _), shared in found.items():
+        told = ", ".join(filter(None, (runs[run] for run in shared)))
+        cards += _sides(name, fixtures[shared[0]][name], shared[0], commands, told)
+    return cards
+
+
+def _sides(fixture: str, stats: dict[str, Any], run: int, commands: Commands, told: str) -> list[Card]:
+    """A card a side, or one for both where queries and keys have the same lengths."""
+    cards = []
+    sides = {side: own for side, own in stats.items() if isinstance(own, dict) and "histogram" in own}
+    if len(sides) == 2 and len({repr(own) for own in sides.values()}) == 1:
+        sides = {" = ".join(sides): next(iter(sides.values()))}
+    batch = stats.get("batch")
+    size = f"{batch:,} samples" if isinstance(batch, int) else ""
+    for side, own in sides.items():
+        key = " · ".join(f"{one} {number(own[one])}" for one in ("p50", "p90", "p99", "max") if real(own.get(one)))
+        note = ". ".join(filter(None, (" · ".join(filter(None, (size, key))), str(stats.get("source") or ""), told)))
+        try:
+            edges, counts = own["histogram"]["edges"], own["histogram"]["counts"]
+            plot = plots.histogram(edges, counts, title=f"{fixture}, {side}: lengths", axis=f"{side} rows per sample")
+        except (TypeError, KeyError, ValueError) as error:
+            accepted = "edges (one more) and counts, both lists of numbers"
+            where = f"fixtures.{fixture}.{side}.histogram"
+            raise RequestError(f"{where}: {plots.shorten(repr(error), 120)}; accepted: {accepted}") from error
+        about = {k: v for k, v in stats.items() if not isinstance(v, dict)}
+        pairs = flat(about | {k: v for k, v in own.items() if k != "histogram"})
+        pairs += [(f"{a:g} to below {b:g}", f"{n:,}") for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
+        number_of = commands.of_run(run, f"lengths of {fixture}, {side}:")
+        rows = [TableRow([Cell(one), Cell(value)], number_of, one) for one, value in pairs]
+        columns = [Column("length", "text"), Column("value")]
+        table = Table(f"{fixture}, {side}", columns, [("", rows)], sortable=False)
+        cards.append(Card(f"{fixture}, {side}", note, table, plot, about=fixture))
     return cards
 
 

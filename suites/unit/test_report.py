@@ -335,6 +335,14 @@ def test_several_documents_keep_their_names() -> None:
     assert "4 rows" in page.text
 
 
+def test_lengths_that_runs_share_are_drawn_once() -> None:
+    first, second, third = (document([row(value=1.0)]) for _ in range(3))
+    third.fixtures["cpu_self"] = third.fixtures["cpu_self"] | {"source": "drawn by seed 2"}
+    html = section(render([("a", first), ("b", second), ("c", third)]), "fixtures")
+    assert html.count("<figure") == 2
+    assert "drawn by seed 1. a, b</p>" in html and "drawn by seed 2. c</p>" in html
+
+
 def test_names_of_runs_are_as_short_as_keeps_them_apart() -> None:
     paths = [Path("ci/h200/throughput.json"), Path("ci/cpu/throughput.json"), Path("ci/cpu/gdpa.json")]
     assert run_names(paths) == ["h200/throughput", "cpu/throughput", "gdpa"]
