@@ -1,7 +1,5 @@
 """The gate on documents: each way in which a change can be worse fails it, and nothing else does."""
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +8,11 @@ import pytest
 from gate_documents import SUITE, cases, edited, patch_file, timed, write_rounds
 from result_rows import row
 
-from gem.cli import main
-from gem.errors import RequestError
 from gem.harness.gate import Gate, compare
 from gem.harness.gate_pairs import read_pairs
 from gem.harness.results import Row
 
 Rows = Callable[[int], list[Row]]
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
 
 
 def same(number: int) -> list[Row]:
@@ -35,13 +26,6 @@ def judged(folder: Path, base: Rows, new: Rows, rounds: int = 6, **how: Any) -> 
 
 def verdicts(gate: Gate) -> dict[str, str]:
     return {line.case: line.verdict for line in gate.lines}
-
-
-def ran(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["gate", *map(str, words)])
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out + err
 
 
 def test_the_same_code_passes_whatever_the_machine_does(tmp_path: Path) -> None:
@@ -256,28 +240,6 @@ def test_a_suspect_that_breaks_in_its_fresh_rounds_fails(tmp_path: Path) -> None
     assert verdicts(compare(pairs, fresh))["two"] == "failing"
 
 
-# ---- runs one after the other
-
-
-def test_one_document_a_side_is_honest_about_what_it_cannot_see(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow: Rows = lambda n: cases(n, {"two": 1.1, "three": 2.0}, side=1)  # noqa: E731
-    base, new = write_rounds(tmp_path, {"base": cases, "new": slow}, 1, paired=False)
-    code, said = ran(base / "000.json", new / "000.json", capsys=capsys)
-    assert code == 1
-    assert "1 worse, 2 ambiguous" in said
-    assert "a drift between both runs is not seen" in said
-    assert "1 round: tells only what is beyond" in said
-    # And where something else ran, a difference says nothing at all.
-    patch_file(new / "000.json", lambda data: data["environment"].update(busy_cores=1.5))
-    code, said = ran(base, new, capsys=capsys)
-    assert code == 0
-    assert "3 ambiguous" in said
-    assert "other work kept 1.5 cores busy" in said
-    assert ran(base, new, "--strict", capsys=capsys)[0] == 1
-
-
 def test_alternating_turns_are_compared_turn_by_turn(tmp_path: Path) -> None:
     """A machine that halves its speed for most of one side's turns: their medians differ, neighbours do not."""
     speed = [1.0] * 7 + [2.0] * 8
@@ -290,158 +252,3 @@ def test_alternating_turns_are_compared_turn_by_turn(tmp_path: Path) -> None:
     assert line.finding is not None
     assert line.finding.change == pytest.approx(0.01)
     assert line.verdict == "same"
-
-
-# ---- the command
-
-
-def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow: Rows = lambda n: cases(n, {"two": 1.3}, side=1)  # noqa: E731
-    base, new = write_rounds(tmp_path, {"base": cases, "new": slow}, 12)
-    files = {name: tmp_path / "out" / name for name in ("gate.md", "gate.json", "suspects")}
-    told = ["--markdown", files["gate.md"], "--json", files["gate.json"], "--suspects", files["suspects"]]
-    code, said = ran(base, new, *told, capsys=capsys)
-    assert code == 1
-    assert "gate: FAILED: 3 rows over 12 rounds: 1 worse, 2 same" in said
-    page = files["gate.md"].read_text()
-    assert page.startswith("### ❌ gate: FAILED")
-    assert re.search(r"\| jagged_attention two \| torch fwd \| ms .* ❌ worse \|", page)
-    assert "<details><summary>2 rows are the same</summary>" in page
-    data = json.loads(files["gate.json"].read_text())
-    assert data["passed"] is False
-    assert [one["verdict"] for one in data["rows"]].count("worse") == 1
-    assert files["suspects"].read_text() == f"{SUITE}::two\n"
-    assert ran(base, base, capsys=capsys)[0] == 0
-
-
-def test_a_reason_cannot_break_the_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nasty = {"status": "error", "reason": "a | b\n<img src=x> `c` @someone", "value": None, "samples": []}
-    base, new = write_rounds(tmp_path, {"base": cases, "new": lambda n: edited(same(n), "two", **nasty)})
-    ran(base, new, "--markdown", tmp_path / "gate.md", capsys=capsys)
-    (line,) = [line for line in (tmp_path / "gate.md").read_text().splitlines() if "failing |" in line]
-    assert len(re.findall(r"(?<!\\)\|", line)) == 11
-    assert "<img" not in line
-    assert "@someone" not in line
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda data: data["environment"].update(torch="2.11.0"), "torch: '2.13.0+cpu' against '2.11.0'"),
-        (lambda data: data["environment"].update(device="cuda"), "device: 'cpu' against 'cuda'"),
-        (lambda data: data["request"].update(batch=8), "request.batch: None against 8"),
-        (lambda data: data.update(fixtures={"f": {"tokens": 1}}), "fixture f: {'tokens': 2} against {'tokens': 1}"),
-        (lambda data: data["request"].update(interrupted=True), "003.json: of a run that was interrupted"),
-    ],
-)
-def test_documents_that_cannot_be_compared_are_refused(
-    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
-    patch_file(base / "000.json", lambda data: data.update(fixtures={"f": {"tokens": 2}}))
-    patch_file(new / "003.json", change)
-    code, text = ran(base, new, capsys=capsys)
-    assert code == 2
-    assert said in text
-    if "interrupted" not in said:
-        code, text = ran(base, new, "--allow-different", capsys=capsys)
-        assert code == 0
-        assert f"DIFFERENT ON BOTH SIDES: {said}" in text
-
-
-def test_another_host_or_commit_is_no_difference(tmp_path: Path) -> None:
-    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
-    patch_file(new / "000.json", lambda data: data["environment"].update(host="other", settings={"GEM_COMMIT": "x"}))
-    patch_file(base / "000.json", lambda data: data["environment"].update(settings={}))
-    assert read_pairs(base, new)[1] == []
-
-
-def test_wrong_requests_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
-    (tmp_path / "none").mkdir()
-    (tmp_path / "bad.json").write_text("{")
-    for words, said in (
-        ((tmp_path / "gone", new), "no such file"),
-        ((tmp_path / "none", new), "no *.json in it"),
-        ((base / "000.json", new), "has 1 documents"),
-        ((tmp_path / "bad.json", new / "000.json"), "accepted: a JSON document"),
-        ((base, new, "--declared", tmp_path / "gone"), "cannot be read"),
-        ((base, new, "--markdown", tmp_path), "is a directory"),
-    ):
-        code, text = ran(*words, capsys=capsys)
-        assert code == 2, words
-        assert said in text
-        assert len(text.strip().splitlines()) == 1
-    with pytest.raises(RequestError, match="no round"):
-        compare([])
-
-
-def test_a_list_of_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, new = write_rounds(tmp_path, {"base": cases, "new": same}, 3)
-    listed = [",".join(str(folder / f"00{n}.json") for n in range(3)) for folder in (base, new)]
-    code, text = ran(*listed, capsys=capsys)
-    assert code == 0
-    assert "over 3 rounds" in text
-
-
-# ---- the threshold's way from the declaration to the verdict
-
-DECLARED = """
-[suite]
-kind = "throughput"
-subject = "gdpa"
-{defaults}
-[[case]]
-name = "one"
-fixture = "cpu_self_s050"
-{gate}
-"""
-
-
-def declare(folder: Path, gate: str, defaults: str = "") -> Path:
-    (folder / "mine.toml").write_text(DECLARED.format(gate=gate, defaults=defaults))
-    return folder / "mine.toml"
-
-
-def test_a_declared_threshold_reaches_the_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def mine(factor: float) -> Rows:
-        return lambda n: [timed("one", 10.0 * factor, seed=n).model_copy(update={"suite": "mine.toml"})]
-
-    base, new = write_rounds(tmp_path, {"base": mine(1.0), "new": mine(1.08)}, 12)
-    for gate, defaults, code in (
-        ("gate = { threshold = 0.2 }", "", 0),
-        ("[case.gate]\nthreshold = 0.03", "", 1),
-        ("", "[suite.defaults]\ngate = { threshold = 0.2 }", 0),
-        ("", "", 1),
-    ):
-        declare(tmp_path, gate, defaults)
-        found, text = ran(base, new, capsys=capsys)
-        assert found == code, (gate, defaults, text)
-    declare(tmp_path, "gate = { threshold = 0.2 }")
-    assert "threshold 20.0%" in ran(base, new, capsys=capsys)[1]
-
-
-@pytest.mark.parametrize(
-    ("gate", "said"),
-    [
-        ("gate = { threshold = 0 }", "gate.threshold = 0; accepted: greater than or equal to 0.001"),
-        ("gate = { threshold = 3.0 }", "gate.threshold = 3.0; accepted: less than or equal to 1"),
-        ("gate = { threshold = '5%' }", "gate.threshold = '5%'; accepted: a valid number"),
-        ("gate = { treshold = 0.1 }", "unknown field 'treshold'"),
-        ("gate = 0.05", "gate = 0.05"),
-    ],
-)
-def test_a_wrong_threshold_names_file_case_field_and_value(
-    gate: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = declare(tmp_path, gate)
-    with pytest.raises(SystemExit) as stop:
-        main(["list", str(file)])
-    text = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert f"{file}: case 'one': " in text
-    assert said in text

@@ -18,7 +18,7 @@ WORKFLOW = Path(".github/workflows/ci.yml")
 ACTIONS = ("ci/github/test/action.yml", "ci/github/gate/action.yml")
 
 
-def parsed(file: str | Path) -> dict[str, Any]:
+def parsed(file: str | Path) -> dict[Any, Any]:
     assert ROOT is not None
     return yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
 
