@@ -21,6 +21,7 @@ from gem.harness import environment
 RESULT_VERSION, MACHINE_VERSION, BENCHMARKS_VERSION = 2, 1, 2  # asv 0.6.6's
 # Of one machine's name on a CPU and on a GPU: another of these is another machine.
 SAME = {"cpu": ("cpu", "num_cpu"), "gpu": ("gpu",)}
+SOFTWARE = ("python", "torch", "triton", "threads")
 COLUMNS = [
     "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
     "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
@@ -68,10 +69,13 @@ def _arch(text: str) -> str:
 
 
 def software(env: dict[str, Any]) -> dict[str, str]:
-    """What is told of the software: a new torch is a new series, since its kernels are measured too."""
+    """What is told of the software: a new torch is a new series, since its kernels are measured too.
+
+    On a CPU the number of torch's threads decides most.
+    """
     python = ".".join(str(env.get("python") or platform.python_version()).split(".")[:2])
-    told = {"python": python, "torch": env.get("torch"), "triton": env.get("triton") if env.get("gpu") else None}
-    return {key: str(value) for key, value in told.items() if value}
+    own = ("torch", "triton") if env.get("gpu") else ("torch", "threads")
+    return {"python": python, **{key: str(env[key]) for key in own if env.get(key)}}
 
 
 def environment_name(told: dict[str, str]) -> str:

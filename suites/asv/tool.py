@@ -118,7 +118,7 @@ def adopt(given: argparse.Namespace) -> int:
         document = json.loads(path.read_text(encoding="utf-8"))
         machine = json.loads((path.parent / "machine.json").read_text(encoding="utf-8"))
         document["commit_hash"], document["date"] = store.commit_and_date(ROOT, document["commit_hash"])
-        told = {key: document["params"][key] for key in ("python", "torch", "triton") if key in document["params"]}
+        told = {key: document["params"][key] for key in store.SOFTWARE if key in document["params"]}
         print(store.keep(store.clean_result(document, machine, told), machine, given.out))
     if not found:
         raise RequestError(f"{given.folder}: no results; accepted: a folder that ci/asv --out wrote")

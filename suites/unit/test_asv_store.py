@@ -21,7 +21,15 @@ from gem.harness.suites import load_suite
 ROOT = paths.checkout_root()
 pytestmark = pytest.mark.skipif(ROOT is None, reason="not run from a checkout")
 KEPT = (ROOT or Path()) / "ci" / "measured" / "asv"
-HERE = {"cpu": "AMD EPYC", "cores": 2, "memory_gib": 23.4, "gpu": None, "python": "3.11.7", "torch": "2.13.0+cpu"}
+HERE = {
+    "cpu": "AMD EPYC",
+    "cores": 2,
+    "memory_gib": 23.4,
+    "gpu": None,
+    "python": "3.11.7",
+    "torch": "2.13.0",
+    "threads": 2,
+}
 NAME = "benchmarks.bbs__a.track_max_over_mean"
 
 
@@ -73,11 +81,11 @@ def test_a_name_is_a_folder(store: Any) -> None:
 
 def test_nothing_of_the_host_is_kept(store: Any, tmp_path: Path) -> None:
     path = kept(store, tmp_path)
-    assert path == tmp_path / "cpu" / "abababab-py3.11-torch2.13.0_cpu.json"
+    assert path == tmp_path / "cpu" / "abababab-py3.11-torch2.13.0-threads2.json"
     text = path.read_text(encoding="utf-8")
     assert "ada" not in text and "/home" not in text and "24512345" not in text and "profile" not in text.split("[")[-1]
     document = json.loads(text)
-    assert document["params"] == {"machine": "cpu", "python": "3.11", "torch": "2.13.0+cpu"}
+    assert document["params"] == {"machine": "cpu", "python": "3.11", "torch": "2.13.0", "threads": "2"}
     assert document["results"] == {NAME: [[1.25], [["'gem'"]], "v1", 5, 0.5]}
     machine = json.loads((tmp_path / "cpu" / "machine.json").read_text(encoding="utf-8"))
     assert machine["ram"] == "23 GiB" and machine["machine"] == "cpu" and platform.node() not in machine.values()
