@@ -118,7 +118,10 @@ def test_words_and_chips_filter(page: Any) -> None:
     assert page.locator("#peers .card:visible").count() == 0  # its card has flex in it
     page.locator("#filter").fill("cross")
     assert page.locator("#peers .card:visible .name").all_text_contents() == ["cpu_cross_d64"]
+    assert page.locator("#results-2, #throughput-1, #scaling-1").locator("visible=true").count() == 0
+    assert page.locator("#scaling h3").is_hidden()
     page.locator("#filter").fill("")
+    assert page.locator("#scaling h3").is_visible()
     chip = page.locator('.chip[data-status="oom"]')
     chip.click()
     assert chip.get_attribute("aria-pressed") == "true"

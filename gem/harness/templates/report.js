@@ -93,8 +93,23 @@
       const fits = has(text) && (!judged.length || !state.status.size || judged.some((row) => state.status.has(row.dataset.s)));
       card.hidden = !fits;
     }
+    for (const heading of all("main section > h3")) hideEmpty(heading);
     const active = words.length || state.status.size || state.own;
     one("#found").textContent = active ? `${shown.toLocaleString("en")} of ${total.toLocaleString("en")} lines` : "";
+  }
+
+  // A heading under which nothing is left goes with it.
+  function hideEmpty(heading) {
+    let judged = false;
+    let alive = false;
+    for (let next = heading.nextElementSibling; next && next.tagName !== "H3"; next = next.nextElementSibling) {
+      const parts = next.matches(".cards") ? [...next.children] : next.matches(".box") ? all("tbody tr", next) : [];
+      if (!parts.length) continue;
+      judged = true;
+      next.hidden = parts.every((part) => part.hidden);
+      alive = alive || !next.hidden;
+    }
+    heading.hidden = judged && !alive;
   }
 
   // ---- sort
