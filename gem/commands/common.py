@@ -88,6 +88,12 @@ def check_outputs(json: Path | None, html: Path | None) -> None:
         _check_writable(target)
     if json is not None and html is not None and json.resolve() == html.resolve():
         raise RequestError(f"--json and --html are one file, {json}; accepted: two")
+    if (
+        json is not None
+        and html is not None
+        and html.resolve() == json.resolve().with_name(f"{json.resolve().name}.partial")
+    ):
+        raise RequestError(f"--html {html}: the run keeps its finished cases there; accepted: another file")
 
 
 def _check_writable(target: Path | None) -> None:

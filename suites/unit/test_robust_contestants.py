@@ -17,7 +17,8 @@ from gem.data.lengths import load_profile
 from gem.harness import bench, names
 from gem.harness import peers as public_kernels
 from gem.harness.case import Case
-from gem.harness.contestant import Host
+from gem.harness.check import Oracle
+from gem.harness.contestant import Entry, Host
 from gem.harness.fresh import Channels, Heads, digests
 from gem.harness.params import SUBJECTS
 from gem.harness.peer_padded import SdpaPadded
@@ -25,6 +26,7 @@ from gem.harness.peers import PackedRows
 from gem.harness.runner import RunOptions, open_session, run_case
 from gem.harness.subjects import Subject, build_inputs, run_reference
 
+PARAMS = SUBJECTS["jagged_attention"](heads=2, head_dim=16)
 COMPUTING_S = 0.02  # what a result costs one that keeps results by their content
 
 
@@ -178,11 +180,10 @@ def rows(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
 
     def run(peers, directions, kind: Any = "throughput", budget_s=0.1):
-        params = SUBJECTS["jagged_attention"](heads=2, head_dim=16)
         file = Path("suites/test.toml")
         case = Case(
             suite=file, file=file, kind=kind, subject="jagged_attention", name="case", fixture="empty_middle",
-            params=params, directions=directions, timeout_s=20.0,
+            params=PARAMS, directions=directions, timeout_s=20.0,
         ).model_copy(update={"peers": peers})  # fmt: skip
         options = RunOptions(device="cpu", budget_s=budget_s)
         with open_session(options) as session:
@@ -234,6 +235,38 @@ def test_a_check_alone_finds_it_too(rows):
     found = rows(["writesqueries"], ["forward"], kind="correctness")
     row = found["writesqueries", "forward", "max_error"]
     assert row.status == "fail" and row.reason == "writes to its inputs: q"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_call_of_every_turn_is_looked_at(direction, stale, tmp_path, monkeypatch):
+    """One turn of kept results among others that are right, as the last ones are."""
+    entry = Entry("sdpa_padded", True, "jagged_attention", PARAMS, load_profile("empty_middle").draw(), "cpu")
+    host, path = Host(entry), str(tmp_path / "same.pt")
+    Oracle().make("jagged_attention", PARAMS, entry.lengths, "cpu", ["forward", "backward"], {"same": path})
+    host.prepare()
+    assert host.check(path, direction, False).right
+    host.warm_up(path, direction, 0.01)
+    assert host._timer is not None
+    host._timer.calls = 3
+    real, kept = host._call, []
+
+    def call(direction):
+        real(direction)
+        if kept:
+            host._last = kept[0]
+
+    monkeypatch.setattr(host, "_call", call)
+    for _ in range(2):
+        host.turn(direction)
+    kept += [host._last] if stale else []
+    host.turn(direction)
+    kept.clear()
+    host.turn(direction)
+    verdict = host.finish(path, direction)
+    assert verdict.right is not stale
+    if stale:
+        assert verdict.reason().startswith("timed calls do not compute their result: ") and "turn 3" in verdict.reason()
 
 
 # ---- the changes of what is given
