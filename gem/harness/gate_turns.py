@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-MIN_TURNS, MAX_TURNS = 7, 40  # of each contestant in a meeting, unless it is slow; more than 40 tell little more
-FEW_TURNS = 3  # of one so slow that MIN_TURNS would take more than its budget
+# Turns of each contestant in a meeting: more than 40 tell little more; 20 are worth three times the budget; of what is
+# slower still, 3 must do.
+FEW_TURNS, MIN_TURNS, MAX_TURNS = 3, 20, 40
+PATIENCE = 3
 DEALERS = ("gem.harness.bench", "gem.harness.race")  # modules whose `interleave` deals turns
 
 
@@ -110,8 +112,8 @@ def shared_interleave(turnstile: Turnstile, race_type: Callable[..., Any], failu
         def enough() -> bool:
             if race.rounds >= MAX_TURNS:
                 return True
-            slow = race.rounds > 0 and spent / race.rounds * MIN_TURNS > budget_s
-            least = FEW_TURNS if slow else MIN_TURNS
+            affordable = PATIENCE * budget_s * race.rounds / spent if spent > 0 else MIN_TURNS
+            least = max(FEW_TURNS, min(MIN_TURNS, affordable))
             gone = turnstile.alone or turnstile.other_at > turnstile.meeting
             return race.rounds >= least and (gone or clock() - start >= 2 * budget_s)
 

@@ -92,7 +92,7 @@ def test_every_case_is_met_anew() -> None:
     for a, b in zip(races["a"], races["b"], strict=True):
         assert {name: len(s) for name, s in a.samples.items()} == {name: len(s) for name, s in b.samples.items()}
     assert races["a"][1].samples == {}
-    # So slow that seven turns would exceed its budget.
+    # So slow that twenty turns would exceed three times its budget.
     assert FEW_TURNS <= len(races["a"][2].samples["y"]) < MIN_TURNS
 
 
