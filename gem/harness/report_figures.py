@@ -205,12 +205,14 @@ def _sides(fixture: str, stats: dict[str, Any], run: int, commands: Commands, to
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(name, text) of every value; nested names are joined by dots, None and empty are a dash."""
+    """(name, text) of every value; nested names are joined by dots and numbered from 1, None and empty are a dash."""
     pairs: list[tuple[str, str]] = []
     for name, value in values.items():
         label = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             pairs += flat(value, f"{label}.")
+        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            pairs += flat({str(k): one for k, one in enumerate(value, 1)}, f"{label}.")
         elif isinstance(value, bool) or value is None or value == "" or value == {}:
             pairs.append((label, "yes" if value is True else "no" if value is False else "–"))
         elif isinstance(value, int):

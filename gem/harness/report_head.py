@@ -103,9 +103,17 @@ def _facts(document: Document) -> list[tuple[str, bool]]:
     busy = env.get("busy_cores")
     if isinstance(busy, int | float) and busy >= 0.3:
         facts.append((f"other work kept {number(busy)} of {env.get('cores')} cores busy when the run began", True))
+    resumed = request.get("resumed")
+    if isinstance(resumed, list) and resumed:
+        kept = sum(len(one.get("cases") or ()) for one in resumed if isinstance(one, dict))
+        facts.append((f"{kept} case{'s' * (kept != 1)} kept from {_earlier(len(resumed))}", True))
     if request.get("interrupted") is True:
         facts.append(("interrupted: what was finished is here", True))
     return facts
+
+
+def _earlier(count: int) -> str:
+    return "an earlier, unfinished run" if count == 1 else f"{count} earlier, unfinished runs"
 
 
 VERSIONS = (("torch", "torch"), ("triton", "triton"), ("CUDA", "cuda"), ("driver", "driver"))

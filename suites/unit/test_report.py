@@ -318,6 +318,14 @@ def test_peers_are_counted_as_beaten_level_or_lost_to() -> None:
     assert "the worst is jagged_attention lost torch forward against flex, 0.500×." in said
 
 
+def test_a_resumed_run_says_what_it_kept() -> None:
+    doc = document([row(value=1.0)])
+    doc.request["resumed"] = [{"time": "2026-11-29T09:00:00", "cases": ["a", "b"]}]
+    page = Page(render(doc))
+    assert "2 cases kept from an earlier, unfinished run" in page.text
+    assert "resumed.1.cases a b" in page.text and "{" not in page.text
+
+
 # ---- several documents
 
 

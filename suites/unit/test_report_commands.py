@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from result_rows import ROWS
+from typer.core import TyperOption
+from typer.main import get_command
 
-from gem.cli import main
-from gem.harness.report_commands import Commands, case_command, run_command
+from gem.cli import app, main
+from gem.harness.report_commands import VALUED, Commands, case_command, run_command
 from gem.harness.results import Document, write_document
 from gem.harness.suites import load_suites
 
@@ -112,3 +114,10 @@ def test_a_report_never_replaces_what_it_reads(saved: list[Path], capsys: pytest
     assert saved[1].read_text() == before
     assert call("report", saved[0], saved[0].parent / "none.json", "-o", saved[0].parent / "r.html") == 2
     assert not (saved[0].parent / "r.html").exists()
+
+
+def test_every_option_of_gem_run_is_known_here() -> None:
+    command = get_command(app).commands["run"]  # type: ignore[attr-defined]
+    options = [one for one in command.params if isinstance(one, TyperOption)]
+    valued = {name for one in options if not one.is_flag for name in (*one.opts, *one.secondary_opts)}
+    assert valued == VALUED
