@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import gem
+from gem.harness.journal import Journal
+from gem.harness.results import Row
 
 ROOT = Path(gem.__file__).resolve().parents[1]
 CHECKS = """
@@ -107,3 +109,52 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def left(folder: Path) -> list[str]:
+    """Names in the folder of temporary files, without what compilers keep there for the next time."""
+    return [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def mounted(folder: Path, *options: str) -> bool:
+    """Whether this user may mount, and did."""
+    command = ["mount", *options, str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+# ---- journals
+
+
+def rows(case: str, count: int = 1) -> list[Row]:
+    """Rows as a case leaves them."""
+    return [
+        Row(
+            suite="s.toml",
+            case=case,
+            impl="torch",
+            direction="forward",
+            metric="ms",
+            value=n,
+            samples=[n],
+            status="pass",
+        )
+        for n in range(count)
+    ]
+
+
+IDENTITY: dict[str, Any] = {
+    "request": {"device": "cpu", "peers": None, "impls": ["torch"], "lengths": None, "batch": 7, "budget_s": 3.0},
+    "cases": {"s.toml::one": "1", "s.toml::two": "2"},
+    "code": "abc",
+    "environment": {"torch": "2.13.0", "git_commit": "f00", "git_dirty": False, "device": "cpu", "gpu": None},
+}
+
+
+def begun(target: Path, resume: bool = False, warn: Any = print, identity: Any = None, time: str = "t1") -> Journal:
+    journal = Journal(target, resume, warn)
+    try:
+        journal.begin(identity or IDENTITY, {"time": time, "host": "h"})
+    except BaseException:
+        journal.close()
+        raise
+    return journal

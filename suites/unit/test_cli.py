@@ -109,7 +109,7 @@ WRONG = {
     "budget nan": (["run", "s.toml", "--budget", "nan"], "--budget nan"),
     "batch": (["run", "s.toml", "--batch", "0"], "'--batch'"),
     "column": (["run", "s.toml", "--column", "user"], "--column 'user' without --lengths"),
-    "partial": (["run", "s.toml", "--json", "r", "--html", "r.partial"], "--html r.partial: the run keeps its finished"),
+    "partial": (["run", "s.toml", "--json", "r", "--html", "r.partial"], "--html r.partial: the run keeps its"),
     "resume": (["run", "s.toml", "--resume"], "--resume without --json; accepted: the --json FILE of the unfinished"),
     "json": (["run", "s.toml", "--json", "s.toml/r.json"], "s.toml/r.json: cannot be written"),
     "html": (["run", "s.toml", "--html", "empty"], "empty: is a directory"),
