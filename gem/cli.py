@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=True, rich_markup_mode=None, pretty_exceptions_
 _UsageError: Any = typer.BadParameter.__mro__[2]
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, epilog=epilog())
 def _gem(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:

@@ -3,6 +3,11 @@
 Lines stay below 77 characters, so that a terminal of 80 columns shows them whole and they can be copied.
 """
 
+START = (
+    ("what can run here?", "gem doctor"),
+    ("is it right, how fast, beside whom?", "gem run --html results/all.html"),
+    ("the same on your own histories", "gem run suites/throughput --lengths FILE"),
+)
 # Command → (what for, command line)s.
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "run": (
@@ -56,10 +61,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def epilog(command: str) -> str:
-    """The examples of a command as click prints them: behind a backspace it leaves lines as they are."""
+def epilog(command: str | None = None) -> str:
+    """Examples of a command, or of gem itself, as click takes them: behind a backspace it leaves lines as they are."""
     lines = ["Examples:"]
-    for what, line in EXAMPLES[command]:
+    for what, line in START if command is None else EXAMPLES[command]:
         lines.append(f"  # {what}")
         lines += [f"  {part}" for part in line.split("\n")]
     return "\b\n" + "\n".join(lines)

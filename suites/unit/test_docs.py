@@ -186,11 +186,15 @@ def test_commands_of_a_page_are_understood(place: Path, page: Path) -> None:
                 assert load_suites(given["paths"] or [], given["k"])
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_help_is_readable_on_80_columns(name: str) -> None:
+@pytest.mark.parametrize("name", [None, *EXAMPLES])
+def test_help_is_readable_on_80_columns(name: str | None) -> None:
     env = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     done = subprocess.run(
-        [sys.executable, "-m", "gem", name, "--help"], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "gem", *([name] if name else []), "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     lines = done.stdout.splitlines()
     assert [line for line in lines if len(line) > COLUMNS] == []
