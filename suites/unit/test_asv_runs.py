@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,28 @@ def test_sources_without_their_repository_and_the_way_home(repository: tuple[Pat
     assert found["commit_hash"] == first and found["params"]["machine"] == "other"
     assert found["date"] == 1000 * int(git(here, "show", "-s", "--format=%at", first))
     assert found["results"][BENCHMARK][0][0] >= 1
+
+
+def test_nothing_is_left_of_a_run_that_was_stopped(repository: tuple[Path, list[str]]) -> None:
+    """By Ctrl-C, which a terminal sends to all processes of a command."""
+    here, (first, *_) = repository
+    command = [str(here / "ci" / "asv"), "-b", "max_over_mean", first]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "GEM_"))}
+    env = kept | {"PYTHON": sys.executable, "GEM_DEVICE": "cpu", "TMPDIR": str(here.parent)}
+    with subprocess.Popen(
+        command, cwd=here, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as running:
+        assert running.stdout is not None
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if "Discovering" in line:
+                break
+        assert len(list(here.parent.glob("gem-asv-*/tree/gem"))) == 1, said
+        os.killpg(running.pid, signal.SIGINT)
+        running.stdout.read()
+        assert running.wait(60) == 130
+    assert git(here, "worktree", "list").count("\n") == 0 and not list(here.parent.glob("gem-asv-*"))
 
 
 def test_what_is_asked_wrongly_is_said_in_a_line(repository: tuple[Path, list[str]]) -> None:
