@@ -20,8 +20,7 @@ def report(
 ) -> None:
     """Show saved results documents, or write them as one HTML report.
 
-    Examples: gem report results/latest.json; gem report ci/measured/h200/*.json -o report.html. The report needs no
-    network and no server: open it from the disk, send it, commit it.
+    The report needs no network and no server: open it from the disk, send it, commit it.
     """
     from gem.harness import table
     from gem.harness.results import read_document

@@ -86,7 +86,8 @@ def test_wheel_holds_code_suites_and_fixtures(wheel: Path) -> None:
     assert len(code) > 20 and len(data) > 20
     assert code - held == set(), "a package is missing in [tool.setuptools] packages"
     assert data - held == set()
-    assert {"gem/harness/templates/report.html.j2", "gem/harness/templates/report.css"} <= held
+    templates = ("report.html.j2", "parts.html.j2", "report.css", "report.js")
+    assert {f"gem/harness/templates/{name}" for name in templates} <= held
 
 
 def test_wheel_holds_no_tests(wheel: Path) -> None:
