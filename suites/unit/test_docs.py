@@ -18,6 +18,9 @@ from test_layout import allowed, edges, layer_of
 from gem import cli, paths
 from gem.commands.examples import EXAMPLES, epilog
 from gem.commands.reference import PAGES
+from gem.data.logs import read_lengths
+from gem.efficiency import attention_pairs
+from gem.harness.results import read_document
 from gem.harness.suites import load_suites
 
 ROOT = paths.checkout_root() or Path()
@@ -200,6 +203,47 @@ def test_help_is_readable_on_80_columns(name: str | None) -> None:
     assert [line for line in lines if len(line) > COLUMNS] == []
     told = [line.rstrip() for line in epilog(name).splitlines()[1:]]
     assert [line.strip() for line in lines[-len(told) :]] == [line.strip() for line in told], "examples stay as written"
+
+
+# ---- figures of the tutorial
+
+
+def tutorial() -> str:
+    return " ".join((DOCS / "tutorial.md").read_text("utf-8").split())
+
+
+def test_what_the_tutorial_says_of_its_lengths(place: Path) -> None:
+    (script,) = re.findall(r"^python - <<'END'\n(.*?)^END$", (DOCS / "tutorial.md").read_text("utf-8"), re.M | re.S)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    log = read_lengths(place / "results" / "events.csv")
+    users = log.draw(32).lengths
+    padded = len(users) * int(users.max()) ** 2
+    full, window = attention_pairs(users, users), attention_pairs(users, users, True, (64, 0))
+    assert f"draws one, {len(log.lengths)} users" in tutorial()
+    assert (
+        f"{padded / full:.0f} times the pairs that are needed, with the window {padded / window:.0f} times"
+        in tutorial()
+    )
+    assert f"not padding, {users.sum() / len(users) / users.max():.2f} here" in tutorial()
+
+
+def test_what_the_tutorial_says_of_the_h200() -> None:
+    rows = [
+        row for row in read_document(ROOT / "ci" / "measured" / "h200" / "attention.json").rows
+        if row.case.startswith("self_long") and row.value is not None
+    ]  # fmt: skip
+
+    def span(*peers: str) -> tuple[float, float]:
+        found = [row.value for row in rows if row.metric in {f"ratio_to.{peer}" for peer in peers} and row.value]
+        return min(found), max(found)
+
+    flash, varlen, padded = span("fa3", "fa4"), span("torch_varlen"), span("sdpa_padded")
+    said = (
+        f"long sequences {flash[0]:.2f} to {flash[1]:.2f} of FlashAttention's speed, "
+        f"{varlen[0]:.1f} to {varlen[1]:.1f} times torch's varlen attention, "
+        f"{padded[0]:.0f} to {padded[1]:.0f} times the padded batch"
+    )
+    assert said in tutorial()
 
 
 # ---- the picture
