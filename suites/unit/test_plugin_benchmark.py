@@ -65,7 +65,9 @@ def tell(folder: Path, ms: float = 1.0, peer: str = "fine") -> None:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "gem.harness.pytest_plugin", "-p", "no:cacheprovider", *arguments]
+    off = ["cacheprovider", "hypothesispytest", *(["xdist"] if "-n2" not in arguments else [])]  # a second each
+    plugins = [word for name in ("gem.harness.pytest_plugin", *(f"no:{one}" for one in off)) for word in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *plugins, *arguments]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "GEM_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
