@@ -127,10 +127,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def gem_words(text: str) -> Iterator[list[str]]:
     """The words of every `gem` command in shell text, without what stands before `gem`."""
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+        if re.search(r"\S {2,}[^#\s]", line):
+            continue  # no command: a synopsis, with what it is for in a column beside it
         if not line.lstrip().startswith("#") and re.search(r"(^|\s|/)gem [a-z]", line):
             words = shlex.split(line, comments=True)
-            at = next((n for n, word in enumerate(words) if word == "gem" or word.endswith("/gem")), None)
+            at = next((n for n, word in enumerate(words) if re.fullmatch(r"([^=]*/)?gem", word)), None)
             if at is not None and all("=" in word or word in ("-m", "torchrun", "python3") for word in words[:at][-1:]):
                 yield words[at + 1 :]
 
@@ -176,14 +178,15 @@ PAGES_WITH_COMMANDS = [page for page in ALL if "reference" not in page.parts and
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=shown)
 def test_commands_of_a_page_are_understood(place: Path, page: Path) -> None:
     """Options, their values, suites and cases exist. (What the extending page does is run by a test of its own.)"""
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = [text for language, text in fences if language in ("", "bash")]
     for block in blocks:
         made = dict(re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", block, re.MULTILINE | re.DOTALL))
         for file, text in made.items():
             (place / file).write_text(text)
         for words in gem_words(block):
-            if words[0] not in CLI.commands or "[" in " ".join(words) or "CONFIG" in words:
-                continue
+            if {"CONFIG", "PATHS", "…"} & set(words) or "[" in " ".join(words):
+                continue  # a placeholder: no command to be typed
             given = parse(words)
             if words[0] in ("run", "list") and page.name != "extending.md":
                 assert load_suites(given["paths"] or [], given["k"])
