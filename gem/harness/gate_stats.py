@@ -26,7 +26,8 @@ ALPHA = 0.01  # false alarms on identical code: at most so many gate runs, all r
 BETA = 0.025  # of each end of an interval: how often it excludes what is true
 THRESHOLD = 0.05  # a slowdown by this share must be found, unless the case says otherwise
 SCREEN_ROUNDS = 6  # the fewest whose largest change is above the true one with 1 - BETA: 1 - 0.5 ** 6 = 98.4 %
-LOOKS = (12, 24, 48)  # rounds of a suspect at which it is judged; look j spends 0.5 ** j of ALPHA and of BETA
+# Rounds of a suspect at which it is judged, and what share of ALPHA, and of BETA, each look spends.
+LOOKS, SHARES = (16, 32, 64), (0.25, 0.25, 0.5)
 # Where there are too few rounds for the test, only what dwarfs the noise between runs counts: each round must show more
 # than this share over the root of their number.
 BLUNT = 0.25
@@ -133,9 +134,8 @@ def judge(changes: Sequence[float], threshold: float, level: float, spread: floa
 def judge_suspect(changes: Sequence[float], threshold: float, suspects: int) -> Finding:
     """The verdict on one of `suspects` from its fresh rounds: that of the first of LOOKS which is not ambiguous."""
     found = None
-    for number, rounds in enumerate(LOOKS, start=1):
+    for rounds, share in zip(LOOKS, SHARES, strict=True):
         if len(changes) >= rounds:
-            share = 0.5**number  # of both errors: they add up over the looks
             found = judge(changes[:rounds], threshold, ALPHA * share / max(1, suspects), beta=BETA * share)
             if found.verdict != "ambiguous":
                 return found

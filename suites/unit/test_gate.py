@@ -10,6 +10,7 @@ from result_rows import row
 
 from gem.harness.gate import Gate, compare
 from gem.harness.gate_pairs import read_pairs
+from gem.harness.gate_stats import LOOKS
 from gem.harness.results import Row
 
 Rows = Callable[[int], list[Row]]
@@ -215,7 +216,7 @@ def test_what_is_derived_is_not_judged_twice(tmp_path: Path) -> None:
 
 
 def test_fresh_rounds_alone_judge_a_suspect(tmp_path: Path) -> None:
-    """Six rounds of bad luck make a suspect; twelve fresh ones clear it, or confirm it."""
+    """Six rounds of bad luck make a suspect; sixteen fresh ones clear it, or confirm it."""
     unlucky: Rows = lambda n: cases(n, {"two": 1.06}, side=1)  # noqa: E731
     pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": unlucky}))
     first = compare(pairs)
@@ -223,7 +224,7 @@ def test_fresh_rounds_alone_judge_a_suspect(tmp_path: Path) -> None:
     only: dict[str, Rows] = {"base": lambda n: [r for r in cases(n + 50) if r.case == "two"]}
     for name, factor, verdict in (("clear", 1.0, "same"), ("slow", 1.05, "worse")):
         again = {"new": lambda n, f=factor: [r for r in cases(n + 50, {"two": f}, side=2) if r.case == "two"]}
-        fresh, _ = read_pairs(*write_rounds(tmp_path / name, only | again, 12))
+        fresh, _ = read_pairs(*write_rounds(tmp_path / name, only | again, LOOKS[0]))
         gate = compare(pairs, fresh)
         assert verdicts(gate) == {"one": "same", "two": verdict, "three": "same"}
         assert gate.passed() == (verdict == "same")
@@ -236,7 +237,7 @@ def test_a_suspect_that_breaks_in_its_fresh_rounds_fails(tmp_path: Path) -> None
     unlucky: Rows = lambda n: cases(n, {"two": 1.06}, side=1)  # noqa: E731
     pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": unlucky}))
     broken: Rows = lambda n: edited(same(n), "two", status="error", reason="died", value=None)  # noqa: E731
-    fresh, _ = read_pairs(*write_rounds(tmp_path / "fresh", {"base": cases, "new": broken}, 12))
+    fresh, _ = read_pairs(*write_rounds(tmp_path / "fresh", {"base": cases, "new": broken}, LOOKS[0]))
     assert verdicts(compare(pairs, fresh))["two"] == "failing"
 
 

@@ -18,6 +18,7 @@ from gem import paths
 from gem.errors import RequestError
 from gem.harness import gate_cases, gate_trial
 from gem.harness.gate_rounds import Side, run_round
+from gem.harness.gate_stats import LOOKS, SCREEN_ROUNDS
 
 ROOT = paths.checkout_root()
 HERE = ROOT is not None and (ROOT / ".venv").is_dir() and (ROOT / ".git").exists()
@@ -132,6 +133,14 @@ def test_wrong_requests_exit_2(words: list[str], said: str, tmp_path: Path) -> N
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert left_in(tmp_path) == []
+
+
+def test_the_script_looks_when_the_gate_judges() -> None:
+    assert ROOT is not None
+    text = (ROOT / "ci" / "gate").read_text()
+    assert f"for look in {' '.join(map(str, LOOKS))}; do" in text
+    assert f"rounds={SCREEN_ROUNDS} limit={LOOKS[-1]} " in text
+    assert f"({LOOKS[-1]}; judged after {LOOKS[0]}, {LOOKS[1]} and {LOOKS[2]})" in text
 
 
 # ---- whose declarations

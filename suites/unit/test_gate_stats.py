@@ -13,6 +13,7 @@ from gem.harness.gate_stats import (
     BETA,
     LOOKS,
     SCREEN_ROUNDS,
+    SHARES,
     Finding,
     can_tell,
     interval,
@@ -112,20 +113,21 @@ def test_few_rounds_tell_only_what_is_gross() -> None:
 def test_as_many_rounds_as_the_level_wants() -> None:
     assert not can_tell(11, LEVEL)
     assert can_tell(12, LEVEL)
-    # At a look, for one suspect and for as many as twenty.
-    assert can_tell(LOOKS[0], ALPHA / 2 / 20)
+    # At a look, for one suspect and for as many as 150.
+    assert can_tell(LOOKS[0], ALPHA * SHARES[0] / 150)
+    assert sum(SHARES) == 1.0
 
 
 def test_a_suspect_is_judged_at_looks_and_keeps_its_verdict() -> None:
     early = noisy(FIVE, 0.005, LOOKS[0])
     assert judge_suspect(early[:-1], 0.05, 1).verdict == "ambiguous"
-    assert "11 of the 12" in judge_suspect(early[:-1], 0.05, 1).why
+    assert "15 of the 16" in judge_suspect(early[:-1], 0.05, 1).why
     assert judge_suspect(early, 0.05, 1).verdict == "worse"
-    later = judge_suspect([*early, *noisy(-1.0, 0.1, 36)], 0.05, 1)
+    later = judge_suspect([*early, *noisy(-1.0, 0.1, 48)], 0.05, 1)
     assert (later.verdict, later.rounds) == ("worse", LOOKS[0])
-    assert judge_suspect(noisy(0.0, 0.4, 24), 0.05, 1).rounds == LOOKS[1]
-    assert [next_look(n) for n in (0, 12, 13, 24, 48)] == [12, 24, 24, 48, None]
-    assert next_look(12, limit=12) is None
+    assert judge_suspect(noisy(0.0, 0.4, LOOKS[1]), 0.05, 1).rounds == LOOKS[1]
+    assert [next_look(n) for n in (0, 16, 17, 32, 64)] == [16, 32, 32, 64, None]
+    assert next_look(16, limit=16) is None
 
 
 @pytest.mark.parametrize("noise", ["normal", "heavy", "two speeds", "bursts"])
