@@ -132,6 +132,19 @@ def test_words_of_other_shells_stay() -> None:
     assert given == kept
 
 
+@pytest.mark.parametrize(
+    "shell, told",
+    [("zsh", '"flex":"FlexAttention, compiled'), ("fish", "flex\tFlexAttention, compiled")],
+)
+def test_other_shells_are_told_what_a_word_is(tmp_path: Path, shell: str, told: str) -> None:
+    env = {**os.environ, "_GEM_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "gem run --peers f"}
+    env |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "PYTHONPATH": str(HOME.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gem"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert told in done.stdout and "sdpa_padded" not in done.stdout
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_the_script_for_bash_defines_a_completion(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
