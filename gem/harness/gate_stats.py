@@ -104,12 +104,13 @@ def judge(changes: Sequence[float], threshold: float, level: float, spread: floa
     """The verdict on one row from its rounds' changes (logarithms).
 
     worse: proven slower at `level`, by an estimated half of `threshold` or more. better: likewise faster. same: not
-    slower by `threshold`, with 1 - `beta`. ambiguous: the rest. `spread`: how far a single change may be off for what
-    is known inside its round (the samples' intervals); it matters only where rounds are too few to tell themselves.
+    slower by `threshold`, with 1 - `beta`, and by an estimate below its half. ambiguous: the rest. `spread`: how far a
+    single change may be off for what is known inside its round (the samples' intervals); it matters only where rounds
+    are too few to tell themselves.
     """
     low, middle, high = interval(changes)
     half, n = math.log1p(threshold) / 2.0, len(changes)
-    found: Verdict = "same" if interval(changes, beta)[2] < 2.0 * half else "ambiguous"
+    found: Verdict = "same" if interval(changes, beta)[2] < 2.0 * half and middle < half else "ambiguous"
     why = ""
     if can_tell(n, level):
         if middle >= half and p_worse(changes) <= level:
@@ -117,7 +118,7 @@ def judge(changes: Sequence[float], threshold: float, level: float, spread: floa
         elif middle <= -half and p_worse([-c for c in changes]) <= level:
             found = "better"
         elif found == "ambiguous":
-            why = "the interval holds the threshold"
+            why = "the interval holds the threshold" if high >= 2.0 * half else "half the threshold, and not proven"
     else:
         floor = math.log1p(max(BLUNT / math.sqrt(n), threshold)) + spread
         if min(changes) > floor:
