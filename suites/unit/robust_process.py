@@ -65,7 +65,7 @@ def run(*arguments: object, cwd: Path, **given: Any) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
     """What the condition gives once it gives something; fails when it does not in time."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):
