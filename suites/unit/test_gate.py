@@ -242,14 +242,15 @@ def test_a_suspect_that_breaks_in_its_fresh_rounds_fails(tmp_path: Path) -> None
 
 
 def test_alternating_turns_are_compared_turn_by_turn(tmp_path: Path) -> None:
-    """A machine that halves its speed for most of one side's turns: their medians differ, neighbours do not."""
-    speed = [1.0] * 7 + [2.0] * 8
+    """Half the speed for eight turns of one side and seven of the other: the medians differ, neighbours do not."""
 
-    def turns(factor: float) -> Rows:
-        return lambda n: [timed("one", samples=[10.0 * s * factor for s in speed], value=20.0 * factor)]
+    def turns(factor: float, slow: int) -> Rows:
+        samples = [10.0 * factor * (2.0 if turn < slow else 1.0) for turn in range(15)]
+        return lambda n: [timed("one", samples=samples, value=sorted(samples)[7])]
 
-    gate = judged(tmp_path, turns(1.0), turns(1.01))
+    gate = judged(tmp_path, turns(1.0, 8), turns(1.01, 7))
     (line,) = gate.lines
+    assert (line.base, line.new) == (20.0, 10.1)
     assert line.finding is not None
     assert line.finding.change == pytest.approx(0.01)
     assert line.verdict == "same"
