@@ -88,7 +88,7 @@ def test_a_pipe_gets_lines_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [12, 30, 60])
-def test_a_narrow_terminal_loses_no_word(folder: Path, columns: int) -> None:
+def test_a_narrow_terminal_breaks_nothing(folder: Path, columns: int) -> None:
     code, shown = on_terminal(folder, "run", "s.toml", "-v", columns=columns, TERM="dumb")
     assert code == 1
     squeezed = re.sub(r"[\s│┃─━┏┓└┘├┤┼┴┬┡┩╇┳]", "", shown)
