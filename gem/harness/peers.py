@@ -46,7 +46,8 @@ class Contestant(Protocol):
     repeatable    promises bitwise the same result for the same inputs
     no_backward   why it has no backward here, "" when it has
     leaves        its own input tensors, in its own form, by name: the gradients that ``backward`` yields
-    negated       an input of which the output is an odd function: changes sign in place between timed calls
+    negated       v in the contestant's form, [..., D]: between timed calls its channels change their signs in place
+                  (fresh.py), and the output's follow
     """
 
     computes: str

@@ -323,6 +323,9 @@ def machine_text(document: Document) -> str:
         parts.append(f"{str(env['git_commit'])[:10]}{' (changed)' if env.get('git_dirty') else ''}")
     if (env.get("busy_cores") or 0.0) >= 0.3:
         parts.append(f"other work kept {number(env['busy_cores'])} of {env.get('cores')} cores busy when the run began")
+    resumed = document.request.get("resumed")
+    if isinstance(resumed, list) and resumed:
+        parts.append(f"in {len(resumed) + 1} sessions (--resume)")
     tflops, gbps = document.ceilings.get("tflops"), document.ceilings.get("gbps")
     if isinstance(tflops, dict) and gbps:
         ceilings = ", ".join(f"{dtype} {number(value)} TFLOP/s" for dtype, value in tflops.items())

@@ -141,3 +141,9 @@ def test_other_work_on_the_cores_stands_above_the_table():
     quiet, busy = ({"device": "cpu", "cpu": "Z80", "threads": 2, "cores": 2, "busy_cores": n} for n in (0.05, 0.98))
     assert "busy" not in machine_text(Document(environment=quiet))
     assert "other work kept 0.980 of 2 cores busy" in machine_text(Document(environment=busy))
+
+
+def test_a_run_that_was_gone_on_with_says_so():
+    request = {"resumed": [{"time": "2026-01-01T00:00:00Z", "host": "h", "cases": ["a"]}]}
+    assert "in 2 sessions (--resume)" in machine_text(Document(request=request))
+    assert "sessions" not in machine_text(Document())
