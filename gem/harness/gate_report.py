@@ -79,7 +79,10 @@ def gate_markdown(gate: Gate, pairs: list[Pair], differing: list[str], strict: b
     """A summary for a pull request: the verdict, rows that say something, the others folded away."""
     telling = [line for line in _sorted(gate) if line.verdict != "same"]
     quiet = [line for line in _sorted(gate) if line.verdict == "same"]
-    base, new = (str(one.environment.get("git_commit") or "?")[:10] for one in (pairs[0].base, pairs[0].new))
+    base, new = (
+        f"`{commit[:10]}`" if (commit := one.environment.get("git_commit")) else "sources of no known commit"
+        for one in (pairs[0].base, pairs[0].new)
+    )
     changed = " with uncommitted changes" if pairs[0].new.environment.get("git_dirty") else ""
     mark = "✅" if gate.passed(strict) else "❌"
     parts = [
@@ -88,7 +91,8 @@ def gate_markdown(gate: Gate, pairs: list[Pair], differing: list[str], strict: b
     ]
     parts += [_markdown_table(telling)] if telling else []
     if quiet:
-        fold = f"<details><summary>{len(quiet)} rows are the same</summary>"
+        rows = "1 row is" if len(quiet) == 1 else f"{len(quiet)} rows are"
+        fold = f"<details><summary>{rows} the same</summary>"
         parts += [fold, _markdown_table(quiet), "</details>"]
     parts += ["\n".join(f"- {_escape(one)}" for one in told)] if (told := remarks(gate, differing)) else []
     return "\n\n".join(parts) + "\n"
