@@ -59,12 +59,15 @@ def gate(
         if target is not None:
             write_text(target, text())
     console = table.make_console()
-    console.print(table.machine_text(pairs[0].base))
-    if verdict.lines:
-        console.print(gate_table(verdict))
-    for line in remarks(verdict, differing):
-        console.print(line)
-    console.print(conclusion(verdict, strict))
+    try:
+        console.print(table.machine_text(pairs[0].base))
+        if verdict.lines:
+            console.print(gate_table(verdict))
+        for line in remarks(verdict, differing):
+            console.print(line)
+        console.print(conclusion(verdict, strict))
+    except SystemExit:  # rich's answer to a closed pipe: whoever has read enough does not change the verdict
+        pass
     raise typer.Exit(0 if verdict.passed(strict) else 1)
 
 

@@ -1,7 +1,10 @@
 """gem gate as a command: what it writes, refuses and exits with; the threshold's way from the declaration."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +141,17 @@ def test_wrong_requests_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.C
         assert len(text.strip().splitlines()) == 1
     with pytest.raises(RequestError, match="no round"):
         compare([])
+
+
+def test_a_reader_who_has_had_enough_does_not_change_the_verdict(tmp_path: Path) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    command = [sys.executable, "-m", "gem", "gate", str(base), str(new)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert subprocess.run(command, stdout=write, stderr=subprocess.DEVNULL).returncode == 0
+    finally:
+        os.close(write)
 
 
 def test_a_list_of_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
