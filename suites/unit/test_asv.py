@@ -205,7 +205,7 @@ def test_a_case_is_run_by_the_harness_without_its_peers(asv_cases: Any, monkeypa
     made = asv_cases.generate([case], CPU)["gdpa__a"]()
     told = made.track_forward_seconds(found, "torch")
     (ms,) = [one["value"] for one in found if one["metric"] == "ms"]
-    assert len(told["samples"]) >= 7 and min(told["samples"]) <= ms / 1e3 <= max(told["samples"])
+    assert len(told["samples"]) >= 3 and min(told["samples"]) <= ms / 1e3 <= max(told["samples"])
 
 
 def test_foreign_package_is_refused(asv_cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
