@@ -60,7 +60,7 @@ def version_of(case: AnyCase, profile: Callable[[str], Profile] = load_profile) 
 
     What is left to its default is not in it: a new parameter would end every series.
     """
-    left_out = {"suite", "file", "name", "description", "expect", "peers", "needs", "timeout_s"}
+    left_out = {"suite", "file", "name", "description", "expect", "peers", "needs", "timeout_s", "gate"}
     parts = [METHOD, case.model_dump_json(exclude=left_out, exclude_unset=True)]
     if isinstance(case, Case):
         parts.append(profile(case.fixture).model_dump_json(exclude={"description"}, exclude_unset=True))
