@@ -11,9 +11,7 @@ from gem.errors import RequestError
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 
-Paths = Annotated[
-    list[str] | None, typer.Argument(metavar="[PATHS]...", help="Suites: files, directories, FILE::case.")
-]
+Paths = Annotated[list[str] | None, typer.Argument(metavar="PATHS", help="Suites: files, directories, FILE::case.")]
 Expression = Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only ids that match, as in pytest -k.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show passing checks one by one too.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]

@@ -34,8 +34,6 @@ def gate(
 
     A case may slow down by the threshold of its declaration ([case.gate], 5 % without one), read from the suites here.
 
-    gem gate results/gate/base results/gate/new --markdown gate.md
-
     Exit 0: passed. 1: a row is worse, failing or missing, or there is nothing to compare. 2: the request was wrong.
     """
     from gem.harness import table

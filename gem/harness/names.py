@@ -29,12 +29,12 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "ms": Metric("ms", "lower"),
+    "ms": Metric("ms", "lower"),  # of one call, or one step: the median
     "tflops": Metric("TFLOP/s", "higher"),  # useful FLOPs only: pairs that the mask keeps
-    "gbps": Metric("GB/s", "higher"),
-    "roofline": Metric("share", "higher"),
-    "max_error": Metric("", "lower"),
-    "bytes": Metric("B", "lower"),
+    "gbps": Metric("GB/s", "higher"),  # least bytes: each input read once, each output written once
+    "roofline": Metric("share", "higher"),  # of the speed that FLOPs and least bytes allow, ceilings of the same run
+    "max_error": Metric("", "lower"),  # from the oracle, or between contestants: the largest of those looked at
+    "bytes": Metric("B", "lower"),  # of what is stored or kept
     # of training, end to end
     "qps": Metric("1/s", "higher"),  # samples trained a second
     "mfu": Metric("share", "higher"),  # useful model FLOPs of the un-padded batch, over time and peak
@@ -42,12 +42,12 @@ METRICS: dict[str, Metric] = {
     "e2e_mfu": Metric("share", "higher"),  # of whole training steps
     "scaling_ratio": Metric("share", "higher"),  # e2e_mfu / local_mfu
     "input_wait": Metric("share", "lower"),  # of the step's time, spent waiting for samples
-    "peak_memory": Metric("B", "lower"),
+    "peak_memory": Metric("B", "lower"),  # of the device, or of the process where there is none
     # of what is learnt
     "ne": Metric("", "lower", 5),  # normalised entropy: mean log loss / log loss of always predicting the base rate
     "ne_floor": Metric("", "lower", 5),  # of the teacher that drew the labels: no model can do better
     "ne_above_floor": Metric("share", "lower"),  # ne / ne_floor - 1
-    "auc": Metric("", "higher", 4),
+    "auc": Metric("", "higher", 4),  # area under the ROC curve: a random positive ranks above a random negative
     "calibration": Metric("", "lower"),  # |mean prediction / mean label - 1|: as a distance, it has one better side
     # of load balance
     "max_over_mean": Metric("x", "lower", 5),  # a step's heaviest rank over the ranks' mean, mean over steps
