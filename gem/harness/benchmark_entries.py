@@ -4,8 +4,8 @@ Nothing is timed twice: each contestant and direction of a throughput case becom
 that the runner took (in seconds), so that pytest-benchmark's table, files and comparisons work on them. `extra_info`
 holds the other figures (TFLOP/s, ratios, roofline, status) and where they were taken.
 
-pytest-benchmark 5.3 passes what it has not measured: under xdist, with a benchmark that is gone, with none at all. Who
-asks for a file or a comparison gets an error instead.
+pytest-benchmark 5.3 passes what it has not measured: under xdist, with a benchmark that is gone, with none at all, with
+none that the earlier run knows. Who asks for a file or a comparison gets an error instead.
 """
 
 import os
@@ -120,7 +120,14 @@ class BenchmarkEntries:
         self.problems += gone[:SHOWN]
         if len(gone) > SHOWN:
             self.problems.append(f"{len(gone) - SHOWN} more that were not measured now")
-        fatal = hollow or (gone and self._session.compare_fail)
+        strange = [
+            f"--benchmark-compare: nothing was compared: none of the {len(measured)} benchmarks measured now is among "
+            f"the {len(known)} of {Path(path).name}"
+            for path, known in (self._session.compared_mapping or {}).items()
+            if measured and not measured & known.keys()
+        ]
+        self.problems += strange
+        fatal = hollow or ((gone or strange) and self._session.compare_fail)
         if fatal and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

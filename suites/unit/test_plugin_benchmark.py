@@ -183,6 +183,19 @@ def test_what_was_not_asked_for_is_not_missing(folder: Path) -> None:
     assert len(said(run(folder, *compare), "ERROR: b.toml::")) == 4  # two cases of two contestants
 
 
+def test_nothing_compared_is_no_pass(folder: Path) -> None:
+    """A file under another name: none of its benchmarks is in the earlier run, whose own were not asked for."""
+    saved(folder)
+    (folder / "a.toml").rename(folder / "a2.toml")
+    told = "--benchmark-compare: nothing was compared: none of the 4 benchmarks measured now is among the 4 of 0001_"
+    warned = run(folder, "a2.toml", "--benchmark-compare")
+    (line,) = said(warned, "WARNING: ")
+    assert warned.returncode == 0 and line == f"WARNING: {told}before.json"
+    failed = run(folder, "a2.toml", "--benchmark-compare", "--benchmark-compare-fail=median:500%")
+    (line,) = said(failed, "ERROR: ")
+    assert failed.returncode == 1 and line == f"ERROR: {told}before.json"
+
+
 def test_nothing_measured_is_no_pass(folder: Path) -> None:
     declare(folder, "one", more='needs = "cuda:sm990"\n')
     done = run(folder, "--benchmark-json=out.json")
