@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from gem.data.lengths import Lengths
 from gem.harness import peers
@@ -24,6 +25,8 @@ from gem.harness.params import SubjectParams
 from gem.harness.subjects import Subject, build_inputs
 from gem.harness.timing import Timer
 from gem.harness.worker import Unsupported
+
+PLAIN = (Tensor, torch.nn.Parameter, NestedTensor)
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class Host:
         contestant = self.contestant
         if direction == "forward":
             with torch.no_grad():
-                return {"out": contestant.rows("out", contestant.forward())}
+                return {"out": self._rows("out", contestant.forward())}
         assert d_out is not None
         given = {"the output's gradient": contestant.gradient_in(d_out)}
         before = digests(given)
@@ -184,7 +187,12 @@ class Host:
 
     def _name(self, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         names = self.contestant.leaves
-        return {name: self.contestant.rows(name, grad) for name, grad in zip(names, grads, strict=True)}
+        return {name: self._rows(name, grad) for name, grad in zip(names, grads, strict=True)}
+
+    def _rows(self, name: str, result: Tensor) -> Tensor:
+        if type(result) not in PLAIN:  # one of a class of its own may compute when it is looked at
+            raise TypeError(f"{name} is a {type(result).__name__}; accepted: a torch.Tensor")
+        return self.contestant.rows(name, result)
 
     def _before(self, direction: str) -> None:
         assert self._changes is not None
@@ -222,4 +230,4 @@ class Host:
         results = {"out": self._last} if direction == "forward" else dict(zip(leaves, self._last, strict=True))
         with torch.no_grad():
             for name, x in results.items():
-                yield name, self._changes.undo(name, self.contestant.rows(name, x))
+                yield name, self._changes.undo(name, self._rows(name, x))

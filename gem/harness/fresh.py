@@ -4,10 +4,14 @@ A contestant may keep a result and hand it out again. Which key it keeps it unde
 or identity, its version, a digest of its content): each call is given other values in the same memory, none of them
 seen before, so that a kept result is a wrong one and a digest never matches. The values change by signs alone, by which
 the right result changes in a way that is exact and known: the output's channels with those of v, and the gradients of a
-sample's head with the output's gradient there. One pass over one tensor, outside the timed call.
+sample's head with the output's gradient there. One pass over one tensor, outside the timed call. Results are plain
+tensors: one of a class of its own could compute when it is looked at.
 
-What stays undetected: code that knows these symmetries and signs a kept result anew; code that changes the clock or the
-harness, which runs in its process. Where batch times heads are few, gradients repeat after 2 ** (B H) calls.
+What stays undetected is who sets out to deceive, since a contestant lives in its worker's process: code that knows
+these symmetries and signs a kept result anew, or keeps the attention weights, which signs do not change; a thread that
+works between the timed calls; code that computes only the samples whose oracle there is time for; code that changes the clock
+or the harness. Peers are this project's adapters of public kernels, there to be read. Where batch times heads are few,
+gradients repeat after 2 ** (B H) calls.
 
 A contestant may write to its inputs, too: `digests` before and after tell.
 

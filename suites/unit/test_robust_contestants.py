@@ -119,6 +119,18 @@ class KeepsGradients(SdpaPadded):
         return self.kept
 
 
+class Later(torch.Tensor):
+    """Not there yet; whoever looks at it has it computed."""
+
+
+class ComputesLater(SdpaPadded):
+    """Hands over a promise."""
+
+    def forward(self):
+        out = super().forward()
+        return out if torch.is_grad_enabled() else out.as_subclass(Later)
+
+
 class WritesQueries(SdpaPadded):
     """Leaves the queries scaled. The first result is right."""
 
@@ -157,7 +169,7 @@ CHEATS = {
     c.__name__.lower(): c
     for c in (
         KeepsByAddress, KeepsByIdentity, KeepsBySize, KeepsByContent, KeepsMostly, KeepsGradients, WritesQueries,
-        WritesLater, WritesGradient,
+        WritesLater, WritesGradient, ComputesLater,
     )
 }  # fmt: skip
 
@@ -235,6 +247,12 @@ def test_a_check_alone_finds_it_too(rows):
     found = rows(["writesqueries"], ["forward"], kind="correctness")
     row = found["writesqueries", "forward", "max_error"]
     assert row.status == "fail" and row.reason == "writes to its inputs: q"
+
+
+def test_a_result_is_a_plain_tensor(rows):
+    found = rows(["computeslater"], ["forward"])
+    row = found["computeslater", "forward", "ms"]
+    assert row.status == "error" and "out is a Later; accepted: a torch.Tensor" in row.reason
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
