@@ -30,10 +30,21 @@ class Pair:
     paired: bool
 
 
-def own_rows(document: Document) -> dict[Key, Row]:
-    """The rows of the subject's own contestants; those of whole cases (without impl) among them."""
-    rows = (row for row in document.rows if row.impl not in PEERS)
-    return {(row.suite, row.case, row.impl, row.direction, row.metric): row for row in rows}
+def own_rows(document: Document, where: str | Path = "a document") -> dict[Key, Row]:
+    """The rows of the subject's own contestants; those of whole cases (without impl) among them.
+
+    Raises RequestError, naming `where` and the row, where two are of one key: which of them counts, nobody knows.
+    """
+    found: dict[Key, Row] = {}
+    for row in document.rows:
+        if row.impl in PEERS:
+            continue
+        key = (row.suite, row.case, row.impl, row.direction, row.metric)
+        if key in found:
+            name = " ".join(filter(None, (row.case_id, *key[2:])))
+            raise RequestError(f"{where}: more than one row of {name}; accepted: one a case, impl, direction, metric")
+        found[key] = row
+    return found
 
 
 def find_documents(given: str | Path) -> list[Path]:
@@ -59,8 +70,8 @@ def find_documents(given: str | Path) -> list[Path]:
 def read_pairs(base: str | Path, new: str | Path, allow_different: bool = False) -> tuple[list[Pair], list[str]]:
     """The rounds, in the order of the documents' names, and in what they differ (empty unless `allow_different`).
 
-    Raises RequestError when the sides have different numbers of documents, when one was interrupted, or when they come
-    from different machines, software, options or lengths.
+    Raises RequestError when the sides have different numbers of documents, when one was interrupted or has two
+    rows of one thing, or when they come from different machines, software, options or lengths (see `differences`).
     """
     files = find_documents(base), find_documents(new)
     if len(files[0]) != len(files[1]):
@@ -73,6 +84,7 @@ def read_pairs(base: str | Path, new: str | Path, allow_different: bool = False)
         for path, document in zip((one, other), documents, strict=True):
             if document.request.get("interrupted"):
                 raise RequestError(f"{path}: of a run that was interrupted; accepted: whole runs")
+            own_rows(document, path)
         tokens = [document.request.get(PAIRED) for document in documents]
         pairs.append(Pair(*documents, other.stem, tokens[0] is not None and tokens[0] == tokens[1]))
     differing = differences([document for pair in pairs for document in (pair.base, pair.new)])

@@ -116,6 +116,27 @@ def test_documents_that_cannot_be_compared_are_refused(
         assert f"DIFFERENT ON BOTH SIDES: {said}" in text
 
 
+@pytest.mark.parametrize("side", ["base", "new"])
+@pytest.mark.parametrize(
+    "first", [{"status": "fail", "reason": "wrong", "value": None, "samples": []}, {"value": 100.0}]
+)
+def test_two_rows_of_one_thing_are_refused(
+    side: str, first: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A good row behind a bad one of the same thing hides nothing."""
+    write_rounds(tmp_path, {"base": cases, "new": same})
+
+    def spoil(data: dict[str, Any]) -> None:
+        data["rows"].insert(0, {**data["rows"][1], **first})
+
+    patch_file(tmp_path / side / "002.json", spoil)
+    for more in ([], ["--allow-different"]):
+        code, text = ran(tmp_path / "base", tmp_path / "new", *more, capsys=capsys)
+        assert code == 2
+        assert f"{side}/002.json: more than one row of {SUITE}::two torch forward ms; accepted: one" in text
+        assert len(text.strip().splitlines()) == 1
+
+
 def test_another_host_or_commit_is_no_difference(tmp_path: Path) -> None:
     base, new = write_rounds(tmp_path, {"base": cases, "new": same})
     patch_file(new / "000.json", lambda data: data["environment"].update(host="other", settings={"GEM_COMMIT": "x"}))
