@@ -10,6 +10,7 @@ import typer
 from gem.errors import RequestError
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
+JOURNAL = ".partial"  # how the name ends of the file where gem run keeps finished cases: see gem/harness/journal.py
 
 Paths = Annotated[list[str] | None, typer.Argument(metavar="PATHS", help="Suites: files, directories, FILE::case.")]
 Expression = Annotated[str | None, typer.Option("-k", metavar="EXPR", help="Only ids that match, as in pytest -k.")]
@@ -86,18 +87,15 @@ def check_outputs(json: Path | None, html: Path | None) -> None:
         _check_writable(target)
     if json is not None and html is not None and json.resolve() == html.resolve():
         raise RequestError(f"--json and --html are one file, {json}; accepted: two")
-    if (
-        json is not None
-        and html is not None
-        and html.resolve() == json.resolve().with_name(f"{json.resolve().name}.partial")
-    ):
-        raise RequestError(f"--html {html}: the run keeps its finished cases there; accepted: another file")
 
 
 def _check_writable(target: Path | None) -> None:
     """Refuse before the run what could not be written after it."""
     if target is None:
         return
+    if any(path.name.endswith(JOURNAL) for path in (target, target.resolve())):
+        # It may be that of a run that goes on now: what is written over it cannot be gone on with.
+        raise RequestError(f"{target}: *{JOURNAL} are journals of unfinished runs; accepted: a name without it")
     if target.is_dir():
         raise RequestError(f"{target}: is a directory; accepted: the path of a file to write")
     if target.exists() and not target.is_file():

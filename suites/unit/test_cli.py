@@ -95,6 +95,7 @@ def gem_process(*arguments: object, **given: Any) -> subprocess.CompletedProcess
 
 # ---- wrong requests
 
+JOURNALS = "*.partial are journals of unfinished runs; accepted: a name without it"
 WRONG = {
     "path": (["run", "nowhere"], "nowhere: no such file or directory"),
     "directory": (["list", "empty"], "empty: a directory without suites"),
@@ -109,7 +110,15 @@ WRONG = {
     "budget nan": (["run", "s.toml", "--budget", "nan"], "--budget nan"),
     "batch": (["run", "s.toml", "--batch", "0"], "'--batch'"),
     "column": (["run", "s.toml", "--column", "user"], "--column 'user' without --lengths"),
-    "partial": (["run", "s.toml", "--json", "r", "--html", "r.partial"], "--html r.partial: the run keeps its"),
+    "journal json": (["run", "s.toml", "--json", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal html": (["run", "s.toml", "--json", "r", "--html", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal link": (["run", "s.toml", "--json", "link.json"], f"link.json: {JOURNALS}"),
+    "journal train": (["train", "none.toml", "--json", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal waterfall": (["train", "none.toml", "--html", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal report": (["report", "r.json", "-o", "r.json.partial"], f"r.json.partial: {JOURNALS}"),
+    "journal verdict": (["gate", "r.json", "r.json", "--json", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal summary": (["gate", "r.json", "r.json", "--markdown", "r.partial"], f"r.partial: {JOURNALS}"),
+    "journal suspects": (["gate", "r.json", "r.json", "--suspects", "r.partial"], f"r.partial: {JOURNALS}"),
     "resume": (["run", "s.toml", "--resume"], "--resume without --json; accepted: the --json FILE of the unfinished"),
     "json": (["run", "s.toml", "--json", "s.toml/r.json"], "s.toml/r.json: cannot be written"),
     "html": (["run", "s.toml", "--html", "empty"], "empty: is a directory"),
@@ -127,6 +136,8 @@ def wrong_files(suite: Path) -> Path:
     """Files that the wrong requests name."""
     (suite.parent / "empty").mkdir()
     (suite.parent / "bad.toml").write_text("[suite\n")
+    (suite.parent / "r.json").write_text(Document(rows=ROWS).model_dump_json())
+    (suite.parent / "link.json").symlink_to("other.json.partial")
     (suite.parent / "subject.toml").write_text(SUITE.replace('"gdpa"', '"gpda"'))
     (suite.parent / "field.toml").write_text(SUITE.replace("fixture =", "fixtur ="))
     return suite
@@ -142,6 +153,7 @@ def test_a_wrong_request_is_one_line_and_exit_2(
     out, err = capsys.readouterr()
     assert err.startswith("gem: error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert message in err and not out and not module.seen
+    assert not list(wrong_files.parent.glob("*.partial"))
 
 
 @pytest.mark.parametrize("mistake", ["toml", "peer", "option"])
