@@ -8,7 +8,7 @@ out of memory, is skipped or has no value in the change fails the gate; what is 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gem.errors import RequestError
@@ -16,6 +16,7 @@ from gem.harness import names
 from gem.harness.gate_pairs import Key, Pair, own_rows
 from gem.harness.gate_stats import (
     ALPHA,
+    LOOKS,
     THRESHOLD,
     Finding,
     judge,
@@ -56,6 +57,7 @@ class Line:
     reason: str = ""
     threshold: float = THRESHOLD
     suspect: bool = False
+    fresh: int = 0  # rounds of it beyond the screen
 
     @property
     def case_id(self) -> str:
@@ -103,7 +105,7 @@ class Gate:
         wanted = [
             line for line in self.lines
             if line.suspect and line.finding is not None
-            and (not self.confirm_rounds or (line.verdict == "ambiguous" and next_look(line.finding.rounds)))
+            and (line.fresh < LOOKS[0] or (line.verdict == "ambiguous" and next_look(line.fresh)))
         ]  # fmt: skip
         return list(dict.fromkeys(line.case_id for line in wanted))
 
@@ -150,7 +152,12 @@ def compare(
     if confirm:
         for key, line in suspects:
             changes = fresh.changes(key)
-            if changes:
+            line.fresh = len(changes)
+            if line.verdict == "worse" and line.fresh < LOOKS[0]:  # too few to judge it are too few to clear it
+                assert line.finding is not None
+                why = f"{line.fresh} of the {LOOKS[0]} fresh rounds that could clear it; {line.finding.why}"
+                line.finding = replace(line.finding, why=why.removesuffix("; "))
+            elif changes:
                 line.finding = judge_suspect(changes, line.threshold, len(suspects))
                 line.base, line.new = fresh.value("base", key), fresh.value("new", key)
     gate.lines += _undeclared(declared, screen)
@@ -223,7 +230,8 @@ class _Rounds:
 
 
 def _change(old: Row, new: Row, paired: bool) -> float:
-    sign = -1.0 if new.better == "higher" else 1.0
+    known = names.metric(new.metric)  # a document may not say that slower is better
+    sign = -1.0 if (known or new).better == "higher" else 1.0
     if old.metric not in TIMED:
         assert old.value is not None and new.value is not None
         difference = new.value - old.value
@@ -289,9 +297,21 @@ def _look_for_trouble(line: Line, key: Key, screen: _Rounds, fresh: _Rounds, gat
     elif broken and len(broken) / len(new) > len(old_bad) / len(old):
         of_rounds = f" (in {len(broken)} of {len(new)} rounds)" if len(broken) < len(new) else ""
         line.trouble, line.reason = "failing", f"{broken[0]}{of_rounds}"
+    elif _judged(line.metric) and (turned := _turned(old, new)):
+        line.trouble, line.reason = "failing", turned
     elif _judged(line.metric) and not screen.changes(key):
         line.trouble, line.reason = "failing", f"good on both sides in no round: {broken[0]}"
     return line.trouble is not None or _judged(line.metric)
+
+
+def _turned(old: Sequence[Row], new: Sequence[Row]) -> str:
+    """'' where all good rows are in one unit and have one better side, else what the change turned."""
+    for what, of in (("unit", "unit"), ("direction", "better")):
+        was, now = ({str(getattr(row, of)) for row in rows if not _bad(row)} for rows in (old, new))
+        if was and now and len(was | now) > 1:
+            told = [", ".join(f"{one!r}" for one in sorted(side)) for side in (was, now)]
+            return f"changed its {what}: {told[0]} in the base, {told[1]} in the change"
+    return ""
 
 
 def _name(line: Line) -> str:

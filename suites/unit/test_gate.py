@@ -212,6 +212,35 @@ def test_what_is_derived_is_not_judged_twice(tmp_path: Path) -> None:
     assert gate.passed()
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"unit": "s"}, "changed its unit: 'ms' in the base, 's' in the change"),
+        ({"better": "higher"}, "changed its direction: 'lower' in the base, 'higher' in the change"),
+    ],
+)
+def test_another_unit_or_direction_turns_no_slowdown_into_a_gain(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    def new(number: int) -> list[Row]:
+        rows = cases(number, {"two": 2e-3 if "unit" in fields else 2.0}, side=1)
+        return edited(rows, "two", **{"unit": "ms", **fields})
+
+    gate = judged(tmp_path, lambda n: edited(cases(n), "two", unit="ms"), new)
+    (line,) = [line for line in gate.lines if line.fails]
+    assert (line.case, line.verdict, line.reason) == ("two", "failing", said)
+    assert not gate.passed()
+
+
+def test_which_way_is_better_is_no_documents_to_say(tmp_path: Path) -> None:
+    """Both sides claim that more milliseconds are better."""
+    turned: dict[str, Rows] = {
+        "base": lambda n: edited(cases(n), "two", better="higher"),
+        "new": lambda n: edited(cases(n, {"two": 2.0}, side=1), "two", better="higher"),
+    }
+    assert verdicts(judged(tmp_path, turned["base"], turned["new"]))["two"] == "worse"
+
+
 # ---- suspects and fresh rounds
 
 
@@ -254,3 +283,25 @@ def test_alternating_turns_are_compared_turn_by_turn(tmp_path: Path) -> None:
     assert line.finding is not None
     assert line.finding.change == pytest.approx(0.01)
     assert line.verdict == "same"
+
+
+def test_too_few_fresh_rounds_clear_nothing_that_the_screen_found_worse(tmp_path: Path) -> None:
+    """Twice as slow in the screen; then good rounds, but fewer than are looked at."""
+    slow: Rows = lambda n: cases(n, {"two": 2.0}, side=1)  # noqa: E731
+    pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": slow}))
+    assert verdicts(compare(pairs))["two"] == "worse"
+    for rounds, verdict in ((1, "worse"), (LOOKS[0] - 1, "worse"), (LOOKS[0], "same")):
+        both: dict[str, Rows] = {"base": lambda n: cases(n + 50), "new": lambda n: cases(n + 50, side=2)}
+        fresh, _ = read_pairs(*write_rounds(tmp_path / str(rounds), both, rounds))
+        gate = compare(pairs, fresh)
+        (line,) = [line for line in gate.lines if line.case == "two"]
+        assert line.verdict == verdict
+        assert gate.passed() == (verdict == "same")
+        assert line.finding is not None
+        if verdict == "worse":
+            assert f"{rounds} of the {LOOKS[0]} fresh rounds that could clear it" in line.finding.why
+            assert gate.open_cases() == [f"{SUITE}::two"]
+    # None of the row at all, in rounds of another case.
+    other: dict[str, Rows] = {name: lambda n: [timed("one", seed=n)] for name in ("base", "new")}
+    fresh, _ = read_pairs(*write_rounds(tmp_path / "other", other, LOOKS[0]))
+    assert verdicts(compare(pairs, fresh))["two"] == "worse"
