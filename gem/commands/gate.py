@@ -38,15 +38,16 @@ def gate(
     """
     from gem.harness import table
     from gem.harness.gate import compare
-    from gem.harness.gate_pairs import read_pairs
+    from gem.harness.gate_pairs import Pair, read_fresh, read_pairs
     from gem.harness.gate_report import conclusion, gate_json, gate_markdown, gate_table, remarks
     from gem.harness.results import write_text
 
     check_outputs(json, markdown)
     check_outputs(suspects, None)
     pairs, differing = read_pairs(base, new, allow_different)
-    fresh, also = read_pairs(*confirm, allow_different) if confirm is not None else ([], [])
-    differing = list(dict.fromkeys(differing + also))
+    fresh: list[Pair] = []
+    if confirm is not None:
+        fresh, differing = read_fresh(*confirm, pairs, allow_different)
     verdict = compare(pairs, fresh, _thresholds(row.suite for pair in pairs for row in pair.new.rows), _ids(declared))
     texts = {
         markdown: lambda: gate_markdown(verdict, pairs, differing, strict),

@@ -364,8 +364,6 @@ def _remarks(pairs: Sequence[Pair]) -> list[str]:
          bool(pair.base.environment.get("git_dirty") or pair.new.environment.get("git_dirty")))
         for pair in pairs
     }  # fmt: skip
-    if len({one[0] for one in commits}) > 1 or len({one[1] for one in commits}) > 1:
-        said.append("the documents of a side are of several commits")
-    elif any(base and base == new and not dirty for base, new, dirty in commits):
+    if any(base and base == new and not dirty for base, new, dirty in commits):
         said.append("both sides are of one commit: any difference is noise")
     return said

@@ -87,16 +87,45 @@ def read_pairs(base: str | Path, new: str | Path, allow_different: bool = False)
             own_rows(document, path)
         tokens = [document.request.get(PAIRED) for document in documents]
         pairs.append(Pair(*documents, other.stem, tokens[0] is not None and tokens[0] == tokens[1]))
-    differing = differences([document for pair in pairs for document in (pair.base, pair.new)])
+    differing = differences(pairs)
     if differing and not allow_different:
         raise RequestError(f"{base} and {new} cannot be compared: {'; '.join(differing)} (see --allow-different)")
     return pairs, differing
 
 
-def differences(documents: Sequence[Document]) -> list[str]:
-    """In what any of the documents differs from the first: machine, software, options, the lengths of a fixture."""
-    facts = [_facts(document) for document in documents]
+def read_fresh(
+    base: str | Path, new: str | Path, screen: Sequence[Pair], allow_different: bool = False
+) -> tuple[list[Pair], list[str]]:
+    """Fresh rounds of suspects, as `read_pairs`; the differences are those from the rounds of the screen too.
+
+    Raises RequestError as `read_pairs` does, and when they are of other machines, commits, options than the screen.
+    """
+    pairs, _ = read_pairs(base, new, allow_different)
+    differing = differences([*screen, *pairs])
+    if differing and not allow_different:
+        raise RequestError(
+            f"{base} and {new} are no fresh rounds of those documents: {'; '.join(differing)} (see --allow-different)"
+        )
+    return pairs, differing
+
+
+def differences(pairs: Sequence[Pair]) -> list[str]:
+    """In what any of the documents differs from the first: machine, software, options, the lengths of a fixture; in
+    what those of a side are of several commits; and which say nothing of their machine."""
+    sides = {"base": [pair.base for pair in pairs], "change": [pair.new for pair in pairs]}
+    facts = [_facts(document) for pair in pairs for document in (pair.base, pair.new)]
     found = []
+    for name, documents in sides.items():
+        dumb = [
+            pair.name for pair, one in zip(pairs, documents, strict=True) if not any(map(one.environment.get, _MACHINE))
+        ]
+        if dumb:
+            found.append(
+                f"no environment: {len(dumb)} of {len(pairs)} documents of the {name} do not say where they were made"
+            )
+        commits = list(dict.fromkeys(filter(None, (one.environment.get("git_commit") for one in documents))))
+        if len(commits) > 1:
+            found.append(f"commit of the {name}: {_short(commits[0])} against {_short(commits[1])}")
     for name in dict.fromkeys(name for one in facts for name in one):
         # A fixture that only one side ran on, or what an older document does not say, is no contradiction.
         values = [one[name] for one in facts if name in one]

@@ -96,6 +96,9 @@ def test_a_reason_cannot_break_the_markdown(tmp_path: Path, capsys: pytest.Captu
     [
         (lambda data: data["environment"].update(torch="2.11.0"), "torch: '2.13.0+cpu' against '2.11.0'"),
         (lambda data: data["environment"].update(device="cuda"), "device: 'cpu' against 'cuda'"),
+        (lambda data: data["environment"].update(driver="580.1"), "driver: '570.2' against '580.1'"),
+        (lambda data: data["environment"].update(power_limit_w=350.0), "power_limit_w: 700.0 against 350.0"),
+        (lambda data: data["environment"].update(git_commit="c" * 40), f"commit of the change: '{'n' * 40}' against"),
         (lambda data: data["request"].update(batch=8), "request.batch: None against 8"),
         (lambda data: data.update(fixtures={"f": {"tokens": 1}}), "fixture f: {'tokens': 2} against {'tokens': 1}"),
         (lambda data: data["request"].update(interrupted=True), "003.json: of a run that was interrupted"),
@@ -105,7 +108,9 @@ def test_documents_that_cannot_be_compared_are_refused(
     change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    machine = {"driver": "570.2", "power_limit_w": 700.0}
     patch_file(base / "000.json", lambda data: data.update(fixtures={"f": {"tokens": 2}}))
+    patch_file(base / "000.json", lambda data: data["environment"].update(machine))
     patch_file(new / "003.json", change)
     code, text = ran(base, new, capsys=capsys)
     assert code == 2
@@ -135,6 +140,49 @@ def test_two_rows_of_one_thing_are_refused(
         assert code == 2
         assert f"{side}/002.json: more than one row of {SUITE}::two torch forward ms; accepted: one" in text
         assert len(text.strip().splitlines()) == 1
+
+
+def test_fresh_rounds_are_of_the_same_machine_commit_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the documents of the screen must be among themselves; a round that differs from the other fresh ones too."""
+    screen = write_rounds(tmp_path / "screen", {"base": cases, "new": same})
+    changes: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+        "device": (lambda data: data["environment"].update(device="cuda"), "device: 'cpu' against 'cuda'"),
+        "torch": (lambda data: data["environment"].update(torch="2.11.0"), "torch: '2.13.0+cpu' against '2.11.0'"),
+        "options": (lambda data: data["request"].update(batch=8), "request.batch: None against 8"),
+        "commit": (lambda data: data["environment"].update(git_commit="c" * 40), "commit of the {side}: '"),
+    }
+    for name, (change, said) in changes.items():
+        for sides, rounds in ((("base", "new"), range(2)), (("new",), range(1, 2))):  # all of them, or one alone
+            fresh = write_rounds(tmp_path / f"{name}{len(sides)}", {"base": cases, "new": same}, 2)
+            for side in sides:
+                for number in rounds:
+                    patch_file(fresh[side == "new"] / f"{number:03d}.json", change)
+            told = said.format(side="base" if "base" in sides else "change")
+            code, text = ran(*screen, "--confirm", *fresh, capsys=capsys)
+            assert code == 2, (name, sides)
+            assert told in text
+            assert len(text.strip().splitlines()) == 1
+            text = ran(*screen, "--confirm", *fresh, "--allow-different", capsys=capsys)[1]
+            assert f"DIFFERENT ON BOTH SIDES: {told}" in text
+
+
+@pytest.mark.parametrize("side", ["base", "new"])
+@pytest.mark.parametrize("left", [{}, {"git_commit": "a" * 40}])
+def test_documents_that_say_nothing_of_their_machine_are_refused(
+    side: str, left: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same})
+    for file in (tmp_path / side).iterdir():
+        patch_file(file, lambda data: data.update(environment=left))
+    code, text = ran(base, new, capsys=capsys)
+    assert code == 2
+    said = f"no environment: 6 of 6 documents of the {'change' if side == 'new' else side} do not say"
+    assert said in text
+    code, text = ran(base, new, "--allow-different", capsys=capsys)
+    assert code == 0
+    assert f"DIFFERENT ON BOTH SIDES: {said}" in text
 
 
 def test_another_host_or_commit_is_no_difference(tmp_path: Path) -> None:
