@@ -1,5 +1,6 @@
 """The gate on documents: each way in which a change can be worse fails it, and nothing else does."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from result_rows import row
 from gem.harness.gate import Gate, compare
 from gem.harness.gate_pairs import read_pairs
 from gem.harness.gate_stats import LOOKS
+from gem.harness.measured_params import BbsParams
 from gem.harness.results import Row
+from gem.harness.subject_bbs import Bbs
 
 Rows = Callable[[int], list[Row]]
 
@@ -305,3 +308,19 @@ def test_too_few_fresh_rounds_clear_nothing_that_the_screen_found_worse(tmp_path
     other: dict[str, Rows] = {name: lambda n: [timed("one", seed=n)] for name in ("base", "new")}
     fresh, _ = read_pairs(*write_rounds(tmp_path / "other", other, LOOKS[0]))
     assert verdicts(compare(pairs, fresh))["two"] == "worse"
+
+
+def test_a_reader_s_rate_is_judged(tmp_path: Path) -> None:
+    """The subject's own metrics have what the gate judges by: a rate of single measurements."""
+    params = BbsParams(measure="merge_rate", median=700.0, batch=64, pool=4)
+    (rate,) = Bbs().measure(params, "cpu", lambda done, total: None)
+    assert len(rate.samples) >= 5
+    assert rate.value == statistics.median(rate.samples)
+
+    def read(factor: float) -> Rows:
+        told = {"unit": rate.unit, "better": rate.better, "value": factor * rate.value}
+        samples = [factor * one for one in rate.samples]
+        return lambda n: [row("merge_rate", suite=SUITE, impl="gem", metric=rate.name, samples=samples, **told)]
+
+    assert verdicts(judged(tmp_path / "a", read(1.0), read(1.0))) == {"merge_rate": "same"}
+    assert verdicts(judged(tmp_path / "b", read(1.0), read(0.8), 12)) == {"merge_rate": "worse"}
