@@ -1,7 +1,8 @@
 """Results as Markdown: the tables of README and docs are made from committed documents, never written by hand.
 
 A page says where a table goes by a pair of comments, ``<!-- table: ci/measured/cpu/throughput.json -->`` and
-``<!-- /table -->``; ``python -m gem.harness.markdown README.md`` fills what lies between them.
+``<!-- /table -->``; ``python -m gem.harness.markdown README.md`` fills what lies between them. An expression after the
+path, as of `gem run -k`, takes some cases: ``<!-- table: ci/measured/h200/gdpa.json -k "self_long_d128 or pma" -->``.
 """
 
 import re
@@ -11,9 +12,12 @@ from pathlib import Path
 from gem.errors import RequestError
 from gem.harness.names import PEERS, RATIO_PREFIX
 from gem.harness.results import Document, read_document, write_text
+from gem.harness.select import compile_expression
 from gem.harness.table import Line, flops_unit, lines_of, machine_text, number
 
-_BLOCK = re.compile(r"(<!-- table: (?P<source>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(?P<open><!-- table: (?P<source>\S+)(?: -k \"(?P<k>[^\"]+)\")? -->\n).*?(?P<close><!-- /table -->)", re.DOTALL
+)
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -104,7 +108,13 @@ def fill(page: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         document = read_document(page.parent / match["source"])
-        return f"{match[1]}{render_markdown(document)}{match[3]}"
+        if match["k"]:
+            chosen = compile_expression(match["k"])
+            rows = [row for row in document.rows if chosen(row.case_id)]
+            if not rows:
+                raise RequestError(f"{page}: -k {match['k']!r} has no row of {match['source']}; accepted: one at least")
+            document = document.model_copy(update={"rows": rows})
+        return f"{match['open']}{render_markdown(document)}{match['close']}"
 
     return _BLOCK.sub(table, page.read_text(encoding="utf-8"))
 

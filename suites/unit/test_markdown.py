@@ -67,3 +67,16 @@ def test_only_what_lies_between_the_marks_is_replaced(tmp_path):
     assert "old" not in text and "gdpa one" in text
     with pytest.raises(RequestError, match="no page"):
         main([])
+
+
+def test_an_expression_takes_some_cases(tmp_path):
+    write_document(Document(rows=ROWS), tmp_path / "doc.json")
+    page = tmp_path / "page.md"
+    page.write_text('<!-- table: doc.json -k "two" -->\nold\n<!-- /table -->\nafter\n')
+    main([str(page)])
+    text = page.read_text()
+    assert "- skipped: needs cuda (gdpa two)" in text and "gdpa one" not in text and "old" not in text
+    assert text.startswith('<!-- table: doc.json -k "two" -->\n') and text.endswith("<!-- /table -->\nafter\n")
+    page.write_text('<!-- table: doc.json -k "three" -->\n<!-- /table -->\n')
+    with pytest.raises(RequestError, match=r"-k 'three' has no row of doc\.json"):
+        fill(page)
