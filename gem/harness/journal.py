@@ -15,12 +15,14 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from gem import paths
 from gem.errors import RequestError
 from gem.harness.case import AnyCase, Case
-from gem.harness.results import Row, WaterfallPart, waterfall_key
+from gem.harness.results import Document, Row, WaterfallPart, waterfall_key
 
 FORMAT = 1
 START = b'{"journal": '  # of the first line
@@ -72,6 +74,49 @@ def code_digest() -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+class _Part(BaseModel):
+    """Of a file that anybody may have changed: read as written or not at all."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Identity(_Part):
+    """As `identity` gives it."""
+
+    request: dict[str, Any]
+    cases: dict[str, str]
+    code: str
+    environment: dict[str, Any]
+
+
+class _Session(_Part):
+    time: str
+    host: str
+
+
+class _Went(_Part):
+    """The line of a session that goes on."""
+
+    session: _Session
+
+
+class _Head(_Went):
+    """The first line."""
+
+    journal: Literal[1]  # FORMAT
+    identity: _Identity
+
+
+class _Finished(_Part):
+    """The line of a finished case; what its parts are the document says."""
+
+    case: str
+    rows: list[Any]
+    fixtures: dict[str, Any]
+    ceilings: dict[str, Any]
+    waterfalls: dict[str, list[Any]]
 
 
 class Journal:
@@ -155,9 +200,11 @@ class Journal:
                 if number == len(lines) > 1 and not torn:  # of a machine that went down, the end alone may be there
                     break
                 raise self._alien(number, "no JSON") from None
+            except RecursionError:
+                raise self._alien(number, "JSON nested too deeply") from None
             try:
                 self._take(entry)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            except ValueError:
                 raise self._alien(number, "not as this gem run writes it") from None
             size += len(line) + 1
         if self._header is None and not START.startswith(torn[: len(START)]):
@@ -167,23 +214,27 @@ class Journal:
     def _alien(self, line: int, what: str) -> RequestError:
         return RequestError(f"{self.path}:{line}: {what}; accepted: a journal of gem run; or remove it to begin anew")
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _take(self, entry: Any) -> None:
+        """One line. ValueError (pydantic's is one) where it is not as written here, or could not be written again."""
         if self._header is None:
-            if entry["journal"] != FORMAT:
-                raise KeyError("journal")
-            self._header = entry
-        if "session" in entry:
-            self.sessions.append({**entry["session"], "cases": []})
+            head = _Head.model_validate(entry)
+            self._header = {"journal": FORMAT, "identity": _plain_of(head.identity)}
+            self.sessions.append({**_plain_of(head.session), "cases": []})
             return
-        rows = [Row.model_validate(row) for row in entry["rows"]]
+        if isinstance(entry, dict) and "session" in entry:
+            self.sessions.append({**_plain_of(_Went.model_validate(entry).session), "cases": []})
+            return
+        found = _Finished.model_validate(entry)
+        rows = [Row.model_validate(row) for row in found.rows]
         parts = {
-            key: [WaterfallPart.model_validate(part) for part in of_impl]
-            for key, of_impl in entry["waterfalls"].items()
+            key: [WaterfallPart.model_validate(part) for part in of_impl] for key, of_impl in found.waterfalls.items()
         }
-        self.finished[entry["case"]] = rows
-        self.sessions[-1]["cases"].append(entry["case"])
-        self.fixtures |= entry["fixtures"]
-        self.ceilings = entry["ceilings"]
+        whole = Document(rows=rows, fixtures=found.fixtures, ceilings=found.ceilings, waterfalls=parts)
+        whole.model_dump_json()  # as it will be written
+        self.finished[found.case] = rows
+        self.sessions[-1]["cases"].append(found.case)
+        self.fixtures |= found.fixtures
+        self.ceilings = found.ceilings
         self.waterfalls |= parts
 
     def begin(self, identity: dict[str, Any], session: dict[str, Any]) -> None:
@@ -274,6 +325,12 @@ class Journal:
         if not self.finished and not self._gone:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)  # and with it the lock
+
+
+def _plain_of(model: BaseModel) -> dict[str, Any]:
+    """As plain values. ValueError for what a document cannot take up: half a character, hundreds of levels."""
+    model.model_dump_json()
+    return model.model_dump()
 
 
 def _short(value: Any) -> str:

@@ -105,8 +105,10 @@ def _facts(document: Document) -> list[tuple[str, bool]]:
         facts.append((f"other work kept {number(busy)} of {env.get('cores')} cores busy when the run began", True))
     resumed = request.get("resumed")
     if isinstance(resumed, list) and resumed:
-        kept = sum(len(one.get("cases") or ()) for one in resumed if isinstance(one, dict))
-        facts.append((f"{kept} case{'s' * (kept != 1)} kept from {_earlier(len(resumed))}", True))
+        lists = [one.get("cases") for one in resumed if isinstance(one, dict)]
+        kept = sum(len(cases) for cases in lists if isinstance(cases, list))
+        what = f"{kept} case{'s' * (kept != 1)} kept" if kept else "cases kept"  # how many it may not tell
+        facts.append((f"{what} from {_earlier(len(resumed))}", True))
     if request.get("interrupted") is True:
         facts.append(("interrupted: what was finished is here", True))
     return facts

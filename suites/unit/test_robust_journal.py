@@ -95,6 +95,79 @@ def test_a_torn_end_is_dropped_and_what_is_no_journal_is_left_alone(tmp_path: Pa
             assert f"r.json.partial{told}" in str(caught.value) and path.read_bytes() == alien
 
 
+WITHOUT = object()
+DEEP = '{"a":' * 300 + "1" + "}" * 300  # read, and never written again
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "value"),
+    [
+        (1, "identity", WITHOUT),
+        (1, "identity", None),
+        (1, "identity", []),
+        (1, "identity request", WITHOUT),
+        (1, "identity request", ["batch"]),
+        (1, "identity environment", WITHOUT),
+        (1, "identity cases", ["s.toml::one"]),
+        (1, "identity cases", {"s.toml::one": 1}),
+        (1, "identity code", WITHOUT),
+        (1, "identity request batch", json.loads(DEEP)),
+        (1, "session", WITHOUT),
+        (1, "session", ["t1"]),
+        (1, "session time", WITHOUT),
+        (1, "session time", 3),
+        (1, "session host", WITHOUT),
+        (1, "session host", "\ud800"),
+        (2, "case", WITHOUT),
+        (2, "case", ["s.toml::one"]),
+        (2, "case", 3),
+        (2, "rows", {}),
+        (2, "rows", [3]),
+        (2, "fixtures", []),
+        (2, "fixtures fix", json.loads(DEEP)),
+        (2, "ceilings", None),
+        (2, "ceilings", 3),
+        (2, "waterfalls", []),
+        (2, "waterfalls s.toml::one/torch", 3),
+        (3, "session", None),
+        (3, "session time", WITHOUT),
+    ],
+)
+def test_an_edited_journal_is_refused_in_one_line(line: int, path: str, value: Any, tmp_path: Path) -> None:
+    unfinished(tmp_path / "r.json")
+    os.close(begun(tmp_path / "r.json", resume=True, time="t2")._fd)
+    journal = tmp_path / "r.json.partial"
+    lines = entries(journal)
+    assert len(lines) == 3
+    *way, last = path.split(" ")
+    part = lines[line - 1]
+    for key in way:
+        part = part[key]
+    assert last in part
+    part.pop(last) if value is WITHOUT else part.update({last: value})
+    journal.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    refused(tmp_path / "r.json", f":{line}: not as this gem run writes it")
+
+
+@pytest.mark.parametrize("alien", ["3", "null", "[]", '"journal"', "[" * 100_000, '{"journal": ' * 100_000])
+def test_json_that_is_no_journal_is_refused_in_one_line(alien: str, tmp_path: Path) -> None:
+    told = "JSON nested too deeply" if len(alien) > 99 else "not as this gem run writes it"
+    unfinished(tmp_path / "r.json")
+    (tmp_path / "r.json.partial").write_text(f"{alien}\n")
+    refused(tmp_path / "r.json", f":1: {told}")
+
+
+def refused(target: Path, told: str) -> None:
+    """With --resume and without, and left as it was."""
+    path = target.with_name("r.json.partial")
+    before = path.read_bytes()
+    for resume in (False, True):
+        with pytest.raises(RequestError, match="accepted: a journal of gem run") as caught:
+            begun(target, resume)
+        assert f"r.json.partial{told}; accepted" in str(caught.value) and "\n" not in str(caught.value)
+        assert path.read_bytes() == before
+
+
 def test_a_run_without_a_finished_case_leaves_no_journal_and_stray_parts_go(tmp_path: Path) -> None:
     for name in (".r.json.x1.part", ".r.jsonl.x1.part", ".other.json.x1.part"):
         (tmp_path / name).write_text("half")
