@@ -130,6 +130,7 @@ class Table:
     columns: list[Column]
     groups: list[tuple[str, list[TableRow]]]
     sortable: bool = True
+    figures: int = 0  # values of the documents behind it, where it holds results
 
     @property
     def size(self) -> int:

@@ -42,7 +42,8 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
             cells.append(Cell(_notes(line, told)))
             key = commands.of_case(run, suite, case, f"{line.subject} {case}")
             rows.append(TableRow(cells, key, who(line), line.status, line.role))
-    return Table(caption, columns, [("", rows)])
+    figures = sum(row.value is not None for line in lines for row in line.rows)
+    return Table(caption, columns, [("", rows)], figures=figures)
 
 
 def who(line: Line) -> str:

@@ -269,6 +269,16 @@ def test_figures_of_the_page_are_those_of_the_document(file: Path, page: Any) ->
     assert checked > 10
 
 
+def test_the_head_of_all_results_counts_what_is_below_it(page: Any) -> None:
+    elsewhere = ("e2e.toml", "bbs.toml")  # in sections of their own
+    own = [one for one in mixed().rows if not one.suite.endswith(elsewhere)]
+    figures = sum(one.value is not None for one in own)
+    lines = {(one.suite, one.case, one.impl, one.direction) for one in own}
+    assert page.locator("#results tbody tr").count() == len(lines)
+    said = page.locator("#results > p").first.text_content()
+    assert said.startswith(f"{figures} figures in {len(lines)} lines, ") and len(own) > figures > len(lines)
+
+
 def test_no_value_is_shown_as_such(tmp_path: Path) -> None:
     rows = [row(value=float("nan")), row(impl="flex", value=None, status="skipped", reason="no compiler")]
     rows.append(row(impl="nested", value=float("inf")))
