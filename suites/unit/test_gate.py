@@ -312,7 +312,7 @@ def test_too_few_fresh_rounds_clear_nothing_that_the_screen_found_worse(tmp_path
 
 def test_a_reader_s_rate_is_judged(tmp_path: Path) -> None:
     """The subject's own metrics have what the gate judges by: a rate of single measurements."""
-    params = BbsParams(measure="merge_rate", median=700.0, batch=64, pool=4)
+    params = BbsParams(measure="merge_rate", median=700.0)
     (rate,) = Bbs().measure(params, "cpu", lambda done, total: None)
     assert len(rate.samples) >= 5
     assert rate.value == statistics.median(rate.samples)
