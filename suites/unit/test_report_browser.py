@@ -135,6 +135,30 @@ def test_words_and_chips_filter(page: Any) -> None:
     assert "flex" not in column(page, "results-1", 1)
 
 
+@pytest.mark.parametrize("short, long", [("fwd", "forward"), ("BWD", "backward")])
+def test_directions_are_found_as_the_terminal_writes_them(page: Any, short: str, long: str) -> None:
+    page.locator("#filter").fill(short)
+    at = page.locator("#results-1 thead th").all_text_contents().index("direction")
+    assert set(column(page, "results-1", at)) == {long}
+    names = page.locator("#peers .card:visible .name").all_text_contents()
+    assert ("cpu_cross_d64" in names) == (long == "backward") != ("cpu_self_d64" in names)
+    page.locator("#filter").fill(f"-{short}")
+    assert long not in column(page, "results-1", at) and len(column(page, "results-1", at)) > 1
+
+
+def test_where_nothing_matches_a_line_says_what_is_searched(page: Any) -> None:
+    nothing = page.locator("#nothing")
+    assert nothing.is_hidden()
+    page.locator("#filter").fill("cpu_ sideways")
+    assert page.locator("#found").text_content().startswith("0 of ")
+    assert nothing.is_visible() and "case, contestant, run, direction" in nothing.inner_text()
+    page.locator("#filter").fill("cpu_")
+    assert nothing.is_hidden()
+    page.locator('.chip[data-status="oom"]').click()
+    page.locator("#own").click()  # a peer was out of memory
+    assert nothing.is_visible() == (page.locator("[id^=results-] tbody tr:visible").count() == 0)
+
+
 def test_a_link_restores_what_its_sender_saw(file: Path) -> None:
     with browser.open_page(file) as page:
         page.locator("#filter").fill("cpu_ torch")

@@ -55,12 +55,15 @@
 
   // ---- filter
 
+  // As the terminal and the README write them.
+  const SHORT = { forward: "fwd", backward: "bwd" };
+  const shortOf = (texts) => texts.map((text) => SHORT[text]).filter(Boolean).join(" ");
   const rowText = new WeakMap();
   function textOf(row) {
     if (!rowText.has(row)) {
       const caption = row.closest("table").caption.textContent;
-      const cells = [...row.cells].map((cell) => cell.textContent).join(" ");
-      rowText.set(row, `${caption} ${row.dataset.n || ""} ${cells}`.toLowerCase());
+      const cells = [...row.cells].map((cell) => cell.textContent);
+      rowText.set(row, `${caption} ${row.dataset.n || ""} ${cells.join(" ")} ${shortOf(cells)}`.toLowerCase());
     }
     return rowText.get(row);
   }
@@ -88,7 +91,8 @@
     }
     for (const card of all(".card")) {
       const rows = all("tbody tr[data-k]", card);
-      const text = `${card.dataset.f} ${card.textContent}`.toLowerCase();
+      const words = `${card.dataset.f} ${card.textContent}`.toLowerCase();
+      const text = `${words} ${shortOf(Object.keys(SHORT).filter((word) => words.includes(word)))}`;
       const judged = rows.filter((row) => row.dataset.s !== undefined);
       const fits = has(text) && (!judged.length || !state.status.size || judged.some((row) => state.status.has(row.dataset.s)));
       card.hidden = !fits;
@@ -96,6 +100,7 @@
     for (const heading of all("main section > h3")) hideEmpty(heading);
     const active = words.length || state.status.size || state.own;
     one("#found").textContent = active ? `${shown.toLocaleString("en")} of ${total.toLocaleString("en")} lines` : "";
+    one("#nothing").hidden = !active || shown > 0;
   }
 
   // A heading under which nothing is left goes with it.
