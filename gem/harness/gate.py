@@ -56,6 +56,7 @@ class Line:
     trouble: Trouble | None = None
     reason: str = ""
     threshold: float = THRESHOLD
+    threshold_of: Literal["declaration", "default", "no declaration"] = "no declaration"
     suspect: bool = False
     fresh: int = 0  # rounds of it beyond the screen
 
@@ -82,6 +83,7 @@ class Gate:
     lines: list[Line]
     added: list[str] = field(default_factory=list)  # of rows that only the change has
     remarks: list[str] = field(default_factory=list)
+    declarations: str = ""  # whose say the thresholds, for a reader; no absolute path
     skipped: int = 0  # rows skipped on both sides
     rounds: int = 0
     confirm_rounds: int = 0
@@ -120,13 +122,14 @@ class Gate:
 def compare(
     pairs: Sequence[Pair],
     confirm: Sequence[Pair] = (),
-    thresholds: Mapping[str, float] | None = None,
+    thresholds: Mapping[str, float | None] | None = None,
     declared: Iterable[str] = (),
 ) -> Gate:
     """The gate's verdict on rounds of base and change, and on fresh rounds of its suspects.
 
-    `thresholds`: case id -> the share by which it may slow down; others have THRESHOLD. `declared`: ids of cases that
-    must be there. Raises RequestError when there is no round.
+    `thresholds`: id of a declared case -> the share by which it may slow down, None where its declaration says none;
+    then, and without a declaration, it is THRESHOLD. `declared`: ids of cases that must be there. Raises RequestError
+    when there is no round.
     """
     if not pairs:
         raise RequestError("no round to judge; accepted: one or more documents of each side")
@@ -135,7 +138,11 @@ def compare(
     known = thresholds or {}
     timed: list[tuple[Key, Line]] = []
     for key in dict.fromkeys((*screen.base, *screen.new)):
-        line = Line(*key, threshold=known.get(f"{key[0]}::{key[1]}", THRESHOLD))
+        line = Line(*key)
+        if line.case_id in known:
+            line.threshold, line.threshold_of = known[line.case_id] or THRESHOLD, "default"
+            if known[line.case_id] is not None:
+                line.threshold_of = "declaration"
         line.base, line.new = screen.value("base", key), screen.value("new", key)
         if not _look_for_trouble(line, key, screen, fresh, gate):
             continue

@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from gem.harness.gate import STEADY, Gate, Line
+from gem.harness.gate import STEADY, TIMED, Gate, Line
 from gem.harness.gate_pairs import Pair
+from gem.harness.gate_stats import THRESHOLD
 from gem.harness.table import machine_text, quantity
 
 STYLES = {
@@ -18,6 +19,11 @@ STYLES = {
     "ambiguous": "yellow", "better": "green", "same": "",
 }  # fmt: skip
 _ORDER = ("worse", "missing", "failing", "failing in both", "ambiguous", "better", "same")
+_SAYS = {
+    "declaration": "of its own",
+    "default": f"declared without ({THRESHOLD:.0%})",
+    "no declaration": f"not declared there ({THRESHOLD:.0%})",
+}
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 _HEAD = ("case", "", "metric", "base", "new", "worse by", "95 % interval", "rounds", "verdict", "")
 _MARK = {"worse": "❌", "missing": "❌", "failing": "❌", "failing in both": "⚠️", "ambiguous": "⚠️", "better": "🟢"}
@@ -40,8 +46,10 @@ def _cells(line: Line) -> list[str]:
         span = f"{_percent(found.low)} … {_percent(found.high)}" if line.metric not in STEADY else ""
         moved = [_percent(found.change), span, str(found.rounds)]
         notes.append(found.why)
-    if line.threshold != type(line).threshold:
+    if line.threshold_of == "declaration":
         notes.append(f"threshold {line.threshold:.1%}")
+    elif line.threshold_of == "no declaration" and line.metric in TIMED:
+        notes.append(f"no declaration: threshold {line.threshold:.1%}")
     values = [quantity(line.metric, value) for value in (line.base, line.new)]
     name = f"{Path(line.suite).stem} {line.case}"
     return [name, who, line.metric, *values, *moved, line.verdict, "; ".join(filter(None, notes))]
@@ -61,6 +69,7 @@ def gate_table(gate: Gate) -> Table:
 def remarks(gate: Gate, differing: list[str]) -> list[str]:
     """What a reader must know beside the table, a line each."""
     said = [f"DIFFERENT ON BOTH SIDES: {what}" for what in differing] + list(gate.remarks)
+    said.append(_thresholds(gate))
     if gate.confirm_rounds:
         said.append(f"suspects were run for {gate.confirm_rounds} fresh rounds, and only those judge them")
     if gate.count("ambiguous"):
@@ -68,6 +77,13 @@ def remarks(gate: Gate, differing: list[str]) -> list[str]:
     if gate.skipped:
         said.append(f"{gate.skipped} rows skipped on both sides")
     return said + [f"new: {what}" for what in gate.added]
+
+
+def _thresholds(gate: Gate) -> str:
+    """``thresholds: declarations of the current directory: 2 of its own, 5 declared without (5%)``: cases."""
+    cases = {line.case_id: line.threshold_of for line in gate.lines if line.metric in TIMED}
+    said = [f"{count} {what}" for of, what in _SAYS.items() if (count := list(cases.values()).count(of))]
+    return f"thresholds: {gate.declarations or 'no declarations read'}: {', '.join(said) or 'no case has one'}"
 
 
 def conclusion(gate: Gate, strict: bool) -> str:
@@ -120,6 +136,7 @@ def gate_json(gate: Gate, differing: list[str], strict: bool) -> str:
         "summary": str(gate),
         "rounds": gate.rounds,
         "confirm_rounds": gate.confirm_rounds,
+        "declarations": gate.declarations,
         "rows": [{**asdict(line), "verdict": line.verdict} for line in gate.lines],
         "new": gate.added,
         "remarks": remarks(gate, differing),

@@ -61,6 +61,8 @@ def test_a_slow_kernel_fails_the_gate_and_nothing_is_left(tmp_path: Path) -> Non
     found = {row["direction"]: row for row in verdict["rows"]}
     assert found["forward"]["verdict"] == "worse", done.stdout
     assert found["forward"]["finding"]["change"] > 0.6
+    assert verdict["declarations"] == "declarations of the checkout change"
+    assert found["forward"]["threshold_of"] != "no declaration"
     assert "❌ worse" in out.with_suffix(".md").read_text()
     base, new = (json.loads((out / side / "001.json").read_text()) for side in ("base", "new"))
     assert base["request"]["turns_with"] == new["request"]["turns_with"]
@@ -133,11 +135,12 @@ def test_wrong_requests_exit_2(words: list[str], said: str, tmp_path: Path) -> N
     assert left_in(tmp_path) == []
 
 
-def test_the_script_looks_when_the_gate_judges() -> None:
+def test_the_script_looks_when_the_gate_judges_and_by_the_changes_declarations() -> None:
     assert ROOT is not None
     text = (ROOT / "ci" / "gate").read_text()
     assert f"for look in {' '.join(map(str, LOOKS))}; do" in text
     assert f"rounds={SCREEN_ROUNDS} limit={LOOKS[-1]} " in text
+    assert '--declarations "$new"' in text
     assert f"({LOOKS[-1]}; judged after {LOOKS[0]}, {LOOKS[1]} and {LOOKS[2]})" in text
 
 

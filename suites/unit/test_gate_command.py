@@ -272,6 +272,60 @@ def test_a_declared_threshold_reaches_the_verdict(
     assert "threshold 20.0%" in ran(base, new, capsys=capsys)[1]
 
 
+def test_the_verdict_says_whose_thresholds_it_went_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And --declarations, not the directory that the command runs in, when it is given."""
+    monkeypatch.chdir(tmp_path)
+
+    def mine(factor: float) -> Rows:
+        fields = {"suite": "mine.toml"}
+        return lambda n: [timed(x, 10.0 * factor, seed=n).model_copy(update=fields) for x in ("one", "two")]
+
+    base, new = write_rounds(tmp_path, {"base": mine(1.0), "new": mine(1.08)}, 12)
+    for folder, threshold in (("strict", 0.03), ("lenient", 0.2)):
+        (tmp_path / folder).mkdir()
+        declare(tmp_path / folder, f"gate = {{ threshold = {threshold} }}")
+    declare(tmp_path, "gate = { threshold = 0.5 }")
+    out = {"--json": tmp_path / "out" / "gate.json", "--markdown": tmp_path / "out" / "gate.md"}
+    written = [word for pair in out.items() for word in pair]
+    for place, threshold, verdict, whose in (
+        ([], 0.5, "same", "the current directory"),
+        (["--declarations", tmp_path / "strict"], 0.03, "worse", "the checkout strict"),
+        (["--declarations", "lenient"], 0.2, "same", "the checkout lenient"),
+    ):
+        text = ran(base, new, *place, *written, capsys=capsys)[1]
+        data = json.loads(out["--json"].read_text())
+        found = {one["case"]: (one["threshold"], one["threshold_of"], one["verdict"]) for one in data["rows"]}
+        assert found == {"one": (threshold, "declaration", verdict), "two": (0.05, "no declaration", "worse")}
+        assert data["declarations"] == f"declarations of {whose}"
+        said = f"thresholds: declarations of {whose}: 1 of its own, 1 not declared there (5%)"
+        assert said in text
+        assert said in out["--markdown"].read_text()
+        assert str(tmp_path) not in out["--json"].read_text() + out["--markdown"].read_text()
+        assert "no declaration: threshold 5.0%" in text
+    (tmp_path / "empty").mkdir()
+    assert (
+        "thresholds: no declarations read: 2 not declared"
+        in ran(base, new, "--declarations", "empty", capsys=capsys)[1]
+    )
+    code, text = ran(base, new, "--declarations", tmp_path / "gone", capsys=capsys)
+    assert (code, "no directory; accepted: a checkout" in text) == (2, True)
+
+
+def test_an_id_is_a_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's name may have a space."""
+    there = "my suites/mine.toml"
+    rows: Rows = lambda n: [timed("one", seed=n).model_copy(update={"suite": there})]  # noqa: E731
+    base, new = write_rounds(tmp_path, {"base": rows, "new": rows})
+    (tmp_path / "ids").write_text(f"{there}::one\r\n\n")
+    assert ran(base, new, "--declared", tmp_path / "ids", capsys=capsys)[0] == 0
+    (tmp_path / "ids").write_text(f"{there}::one\n{there}::gone\n")
+    code, text = ran(base, new, "--declared", tmp_path / "ids", capsys=capsys)
+    assert code == 1
+    assert "1 missing, 1 same" in text
+
+
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
