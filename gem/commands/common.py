@@ -39,10 +39,10 @@ def show(
     written = [target for target in (json, html) if target is not None and target not in trouble]
     try:
         console.print(table.machine_text(document))
-        for part in table.results_tables(document, verbose):
+        for part in table.results_tables(document, verbose, console):
             console.print(part)
         for target in written:
-            console.print(f"wrote {target}")
+            console.print(f"wrote {target}", soft_wrap=True)
         console.print(str(summary))
     except SystemExit:  # rich's answer to a closed pipe: whoever has read enough does not change the verdict
         pass

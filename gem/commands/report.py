@@ -44,4 +44,4 @@ def report(
     console = table.make_console()
     for (_, document), name in zip(found, names, strict=True):
         console.print(f"{name}: {table.summarise(document)}")
-    console.print(f"wrote {output}")
+    console.print(f"wrote {output}", soft_wrap=True)

@@ -198,11 +198,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{rounded:,.{decimals}f}"
 
 
-def results_tables(document: Document, verbose: bool = False) -> list[Table | str]:
+def results_tables(document: Document, verbose: bool = False, console: Console | None = None) -> list[Table | str]:
     """One table a suite: case × contestant × direction, the failing, skipped and erroneous ones among them.
 
     Unless ``verbose``, cases that only check correctness and pass are one line of text a suite, and what a passing
-    check has to say (its worst tensor, the bound) stays in the document.
+    check has to say (its worst tensor, the bound) stays in the document. Where ``console`` is too narrow for a table
+    its notes follow as lines, then its frame goes, then it becomes text: no name and no number is broken.
     """
     suites: dict[str, list[Line]] = {}
     for line in lines_of(document.rows):
@@ -214,8 +215,62 @@ def results_tables(document: Document, verbose: bool = False) -> list[Table | st
             shown.append(_quiet_text(suite, lines, quiet))
         rest = [line for line in lines if line.case not in quiet]
         if rest:
-            shown.append(_suite_table(suite, rest, verbose))
+            shown += _fitted(suite, rest, verbose, console)
     return shown
+
+
+NOTES_WIDTH = 24  # a column of notes narrower than this is a tower of words
+
+
+def _fitted(suite: str, lines: list[Line], verbose: bool, console: Console | None) -> list[Table | str]:
+    """The table of a suite in the widest form that the console has room for."""
+    whole = _suite_table(suite, lines, verbose)
+    if console is None:
+        return [whole]
+    bare = _suite_table(suite, lines, verbose, notes=False)
+    room, options = console.width, console.options.update(max_width=10_000)
+    if console.measure(bare, options=options).maximum + NOTES_WIDTH <= room:
+        return [whole]
+    if console.measure(bare, options=options).maximum > room:
+        bare = _suite_table(suite, lines, verbose, notes=False, framed=False)
+        if console.measure(bare, options=options).maximum > room:
+            return [suite, *_sentences(lines, verbose)]
+    told: dict[str, list[str]] = {}
+    for line in lines:
+        note = _note(line, verbose)
+        if note:
+            told.setdefault(note, []).append(" ".join(filter(None, (line.case, line.impl, _short(line)))))
+    return [bare, *(f"{', '.join(where)}: {note}" for note, where in told.items())]
+
+
+def _sentences(lines: list[Line], verbose: bool) -> list[str]:
+    """A line of text for each, which may be broken between any two figures."""
+    told, previous, (factor, unit) = [], "", flops_unit(lines)
+    for line in lines:
+        figures = []
+        for metric, value in line.values.items():
+            if metric.startswith(RATIO_PREFIX):
+                figures.append(f"{number(value) or '–'} × {metric.removeprefix(RATIO_PREFIX)}")
+            elif metric == "ms":
+                figures.append(f"{line.timing('ms')} ms" if value is not None else "")
+            elif metric == "tflops":
+                figures.append(f"{number(value and value * factor)} {unit}" if value is not None else "")
+            elif metric and metric != "max_error":
+                figures.append(f"{metric} {line.metric(metric)}")
+        status = [] if line.status == "pass" else [line.status]
+        told += [line.case] if line.case != previous else []
+        who = " ".join(filter(None, (line.impl, _short(line))))
+        told.append(f"  {who}: {' · '.join(filter(None, (*status, *figures, _note(line, verbose)))) or line.status}")
+        previous = line.case
+    return told
+
+
+def _note(line: Line, verbose: bool) -> str:
+    return "; ".join(line.reasons if verbose or line.status != "pass" else line.remarks)
+
+
+def _short(line: Line) -> str:
+    return _SHORT.get(line.direction, line.direction)
 
 
 def _quiet_cases(lines: list[Line]) -> set[str]:
@@ -235,7 +290,8 @@ def _quiet_text(suite: str, lines: list[Line], quiet: set[str]) -> str:
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
-def _suite_table(suite: str, lines: list[Line], verbose: bool) -> Table:
+def _suite_table(suite: str, lines: list[Line], verbose: bool, notes: bool = True, framed: bool = True) -> Table:
+    """``framed`` False: without lines; a case is a line of its own above its contestants'."""
     ratios = list(dict.fromkeys(m for line in lines for m in line.values if m.startswith(RATIO_PREFIX)))
     known = {"ms", "tflops", "gbps", "roofline", "max_error", ""}
     others = list(dict.fromkeys(m for line in lines for m in line.values if m not in known and m not in ratios))
@@ -243,26 +299,31 @@ def _suite_table(suite: str, lines: list[Line], verbose: bool) -> Table:
     factor, unit = flops_unit(lines)
     heads = [f"× {ratio.removeprefix(RATIO_PREFIX)}" for ratio in ratios]
     directed = any(line.direction for line in lines)
-    checked = directed or any("max_error" in line.values for line in lines)
+    checked = framed and (directed or any("max_error" in line.values for line in lines))
     numeric = (*(("ms", unit, "roofline") if timed else ()), *heads, *(("max error",) if checked else ()), *others)
     where = ("contestant", "dir") if directed else ("contestant",)
-    table = _table(suite, "case", *where, *numeric, "status", "notes", right=numeric)
+    columns = (*(("case",) if framed else ()), *where, *numeric, "status", *(("notes",) if notes else ()))
+    table = _table(suite, *columns, right=numeric)
+    if not framed:
+        table.box, table.padding = None, (0, 1, 0, 0)
     previous = ""
     for line in lines:
         if previous and previous != line.case:
             table.add_section()
+        if previous != line.case and not framed:
+            table.add_row(Text(line.case, style="bold"))
         share, flops = line.values.get("roofline"), line.values.get("tflops")
         timing = (line.timing("ms"), number(flops and flops * factor), "" if share is None else f"{share:.0%}")
         table.add_row(
-            line.case if line.case != previous else "",
+            *((line.case if line.case != previous else "",) if framed else ()),
             Text(line.impl, style="dim" if line.impl in PEERS else ""),
-            *((_SHORT.get(line.direction, line.direction),) if directed else ()),
+            *((_short(line),) if directed else ()),
             *(timing if timed else ()),
             *(number(line.values.get(ratio)) for ratio in ratios),
             *((number(line.values.get("max_error"), digits=2),) if checked else ()),
             *(line.metric(metric) for metric in others),
             Text(line.status, style=STYLES[line.status]),
-            "; ".join(line.reasons if verbose or line.status != "pass" else line.remarks),
+            *((_note(line, verbose),) if notes else ()),
         )
         previous = line.case
     return table

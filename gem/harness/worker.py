@@ -24,7 +24,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import connection, forkserver, get_context, util
+from multiprocessing import connection, current_process, forkserver, get_context, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ __all__ = ["Unsupported", "Worker", "WorkerFailure", "is_out_of_memory", "load",
 # What the server has imported, every worker has: gem's ops and all that contestants need, and what torch imports at the
 # first call of a custom op (1.2 s a worker otherwise). None of it may initialise CUDA.
 PRELOAD = ["torch", "torch._dynamo", "gem.harness.contestant"]
+LONGEST_FOLDER = 60  # bytes of a folder that pymp-12345678/listener-12345678 still fits behind, and some to spare
 REPORT_EVERY_S = 0.1  # how often a long call tells how far it is
 REASON_LENGTH = 300  # characters of an exception's message that a table row or a log line can still carry
 _OOM_TEXT = ("can't allocate memory", "out of memory", "cannot allocate memory", "cuda_error_out_of_memory")
@@ -68,9 +69,18 @@ def start_server() -> None:
     # at the end, which is all right, and says so on the terminal, which is not.
     warnings = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS", "")]
     env["PYTHONWARNINGS"] = ",".join(part for part in warnings if part)
+    _shorten_socket_paths()
     with _environment(env), _without_main():
         forkserver.ensure_running()
     janitor.keep_folder(util.get_temp_dir())  # of the server's socket; multiprocessing removes it at a proper end
+
+
+def _shorten_socket_paths() -> None:
+    """Multiprocessing's sockets go to /tmp where the temporary folder's path is long: their own has 107 bytes."""
+    settings = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing keeps its choice
+    if settings.get("tempdir") is None and len(tempfile.gettempdir()) > LONGEST_FOLDER and os.path.isdir("/tmp"):
+        folder = settings["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # as multiprocessing's own
 
 
 def stop_all() -> None:

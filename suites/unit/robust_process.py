@@ -61,11 +61,11 @@ def start(*arguments: object, cwd: Path, **given: Any) -> subprocess.Popen[str]:
 def run(*arguments: object, cwd: Path, **given: Any) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command line, when it has ended."""
     process = start(*arguments, cwd=cwd, **given)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
+def until(condition: Callable[[], Any], what: str, within_s: float = 300.0) -> Any:
     """What the condition gives once it gives something; fails when it does not in time."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):

@@ -92,7 +92,10 @@ def saved(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("option", ["-o", "--html", "--output"])
-def test_several_documents_become_one_report(saved: list[Path], option: str, capsys: pytest.CaptureFixture) -> None:
+def test_several_documents_become_one_report(
+    saved: list[Path], option: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     file = saved[0].parent.parent / "r.html"
     assert call("report", *saved, option, file) == 0
     html = file.read_text()

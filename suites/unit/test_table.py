@@ -147,3 +147,26 @@ def test_a_run_that_was_gone_on_with_says_so():
     request = {"resumed": [{"time": "2026-01-01T00:00:00Z", "host": "h", "cases": ["a"]}]}
     assert "in 2 sessions (--resume)" in machine_text(Document(request=request))
     assert "sessions" not in machine_text(Document())
+
+
+@pytest.mark.parametrize("width", [200, 120, 100, 80, 60])
+def test_names_and_numbers_are_whole_at_any_width(width: int) -> None:
+    rows = [one.model_copy(update={"case": f"a_case_of_a_long_name_{one.case}"}) for one in [*ROWS, *RACE]]
+    out = io.StringIO()
+    console = Console(file=out, width=width, markup=False, highlight=False)
+    for part in results_tables(Document(rows=rows), console=console):
+        console.print(part)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    for whole in (
+        "a_case_of_a_long_name_one",
+        "1.00 ± 0.20",
+        "81",
+        "2.50",
+        "out of memory: [malloc] failed",
+        "needs cuda",
+    ):
+        assert whole in text, whole
+    for whole in ("a_case_of_a_long_name_tiny", "1,200 ± 10", "3.00 GiB", "400 (2 runs)", "expected >= 4, is 3"):
+        assert whole in text, whole

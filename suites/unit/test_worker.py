@@ -282,3 +282,18 @@ def test_no_worker_outlives_its_parent(end, send, tmp_path):
     parent.wait(20)
     assert gone(pids)
     assert list(tmp_path.glob("gem-worker-*")) == []  # their logs neither
+
+
+def test_a_long_temporary_folder_does_not_keep_it_from_starting(tmp_path):
+    """A socket's address has 107 bytes, and a test runner's folders alone may take as many."""
+    long = tmp_path / ("x" * 60) / ("y" * 60)
+    long.mkdir(parents=True)
+    code = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "import gem.harness.worker as w; w.PRELOAD[:] = ['gem.harness.worker']\n"
+        "with w.Worker('one', 'collections:deque', [1, 2]) as one: print(one.call('pop', timeout_s=60))\n"
+    )
+    env = os.environ | {"TMPDIR": str(long)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2\n", done.stderr
+    assert not list(long.iterdir())
