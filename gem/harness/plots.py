@@ -124,10 +124,12 @@ def slices(parts: Sequence[tuple[str, float, str]], limit: float | None = None) 
     return drawn
 
 
-def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Markup:
+def roofline(
+    points: Sequence[Point], ceilings: Ceilings, *, title: str, flops: tuple[float, str] = (1.0, "TFLOP/s")
+) -> Markup:
     """Log-log: intensity (FLOP per byte) against achieved TFLOP/s, under min(GEMM ceiling, copy bandwidth × intensity).
 
-    `points` may be empty; then only the ceilings are drawn.
+    `points` may be empty; then only the ceilings are drawn. `flops`: factor from TFLOP/s to the unit shown, and it.
     """
     points = [p for p in points if p.intensity > 0 and p.tflops > 0]
     width, height, left, top, right, bottom = 680, 400, 58, 14, 142, 44
@@ -143,8 +145,7 @@ def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Mark
     def py(y: float) -> float:
         return top + (height - top - bottom) * (1 - (math.log10(y) - y0) / (y1 - y0))
 
-    # TFLOP/s of a CPU are thousandths: the unit that keeps the labels short.
-    factor, unit = (1000, "GFLOP/s") if y1 <= 0 else (1, "TFLOP/s")
+    factor, unit = flops
     parts = []
     for e in range(x0, x1 + 1):
         parts += [
@@ -156,7 +157,7 @@ def roofline(points: Sequence[Point], ceilings: Ceilings, *, title: str) -> Mark
             svg.line(left, py(10.0**e), width - right, py(10.0**e), "grid"),
             svg.text(left - 7, py(10.0**e) + 4, _power(10.0**e * factor), "tick end"),
         ]
-    parts += _roofs(ceilings, (x0, x1), (y0, y1), px, py, width - right)
+    parts += _roofs(ceilings, (x0, x1), (y0, y1), px, py, width - right, flops)
     for p in sorted(points, key=lambda p: p.role == "subject"):  # the subject on top of its peers
         parts.append(_marker(px(p.intensity), py(p.tflops), p, factor, unit))
     parts.append(svg.text((left + width - right) / 2, height - 6, "intensity, useful FLOP per byte", "axis middle"))
@@ -179,6 +180,7 @@ def _roofs(
     px: Callable[[float], float],
     py: Callable[[float], float],
     edge: float,
+    flops: tuple[float, str],
 ) -> list[str]:
     """The slope of the copy bandwidth up to the highest ceiling, and a flat roof per dtype from its ridge on."""
     parts: list[str] = []
@@ -202,7 +204,7 @@ def _roofs(
         # Roofs a few percent apart: their labels are stacked upwards instead of printed over each other.
         y = y if previous == -math.inf else min(y, previous - 13)
         previous = y
-        parts.append(svg.text(edge + 6, y, shorten(f"{name} {_flops(peak)}", 26), "roof-label"))
+        parts.append(svg.text(edge + 6, y, shorten(f"{name} {number(peak * flops[0])} {flops[1]}", 26), "roof-label"))
     return parts
 
 
@@ -229,10 +231,6 @@ def _decades(values: Sequence[float]) -> tuple[int, int]:
 
 def _power(value: float) -> str:
     return f"{value:g}" if 1e-3 <= value < 1e6 else f"1e{round(math.log10(value))}"
-
-
-def _flops(tflops: float) -> str:
-    return f"{number(tflops)} TFLOP/s" if tflops >= 1 else f"{number(tflops * 1000)} GFLOP/s"
 
 
 def _edge(value: float) -> str:

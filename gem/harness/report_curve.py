@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from gem.harness import svg
-from gem.harness.report_lines import BAD, Line
+from gem.harness.report_lines import BAD, TERA, Line
 from gem.harness.svg import Role, number, shorten
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 300, 52, 26, 118, 42
@@ -71,11 +71,11 @@ def _fixture_of(case: str, fixtures: dict[str, Any]) -> tuple[str, str, float] |
     return None
 
 
-def plot(curves: Sequence[Curve], *, title: str) -> Markup:
-    """Lengths on a log axis, work per second from 0; a label at the end of each curve."""
+def plot(curves: Sequence[Curve], *, title: str, flops: tuple[float, str] = TERA) -> Markup:
+    """Lengths on a log axis, work per second from 0; a label at the end of each curve. `flops`: factor and unit."""
     lengths = sorted({length for curve in curves for length, _, _ in curve.points})
     peak = max(value for curve in curves for _, value, _ in curve.points)
-    factor, unit = (1.0, "TFLOP/s") if peak >= 1 else (1000.0, "GFLOP/s")
+    factor, unit = flops
     air = 0.06 * math.log2(lengths[-1] / lengths[0])
     low, high = math.log2(lengths[0]) - air, math.log2(lengths[-1]) + air
 

@@ -9,8 +9,8 @@ from gem.errors import RequestError
 from gem.harness import plots, report_curve
 from gem.harness.plots import Bar, Ceilings, Point
 from gem.harness.report_commands import Commands
-from gem.harness.report_lines import BAD, Card, Cell, Column, Line, Table, TableRow, by_case
-from gem.harness.report_tables import cell_of, shown, who
+from gem.harness.report_lines import BAD, TERA, Card, Cell, Column, Line, Table, TableRow, by_case
+from gem.harness.report_tables import cell_of, flops_column, shown, who
 from gem.harness.svg import number
 from gem.harness.table import number as figure
 
@@ -60,8 +60,7 @@ def _of_run(suite: str, run: str) -> str:
 def _case_card(key: int, own: list[Line], timed: list[Line]) -> Card:
     # Work per second where all have it; a contestant without useful FLOPs can only be compared by its time.
     metric = "tflops" if all(positive(line.value("tflops")) for line in timed) else "ms"
-    small = metric == "tflops" and max(line.value("tflops") or 0 for line in timed) < 1
-    factor, unit = (1000, "GFLOP/s") if small else (1, "TFLOP/s" if metric == "tflops" else "ms")
+    factor, unit = own[0].flops if metric == "tflops" else (1.0, "ms")
     groups: dict[str, list[Line]] = {}
     for line in own:
         if line.row("ms") or line.row("tflops") or line.status in (*BAD, "skipped"):
@@ -122,6 +121,7 @@ def rooflines(
     for run, roofs in enumerate(ceilings):
         points: list[Point] = []
         rows: list[TableRow] = []
+        factor, unit = next((line.flops for line in lines if line.run == run), TERA)
         for line in lines:
             tflops, gbps = line.value("tflops"), line.value("gbps")
             if line.run != run or not positive(tflops) or not positive(gbps):
@@ -132,23 +132,26 @@ def rooflines(
             points.append(Point(label, intensity, tflops, line.role, line.direction, failed))
             key = commands.of_case(run, line.suite, line.case, f"{line.subject} {line.case}")
             cells = [Cell(line.subject), Cell(line.case), Cell(line.impl, role=line.role), Cell(line.direction or "–")]
-            cells += [Cell(number(intensity), intensity), Cell(number(tflops), tflops, failed=failed)]
+            cells += [Cell(number(intensity), intensity), Cell(number(tflops * factor), tflops, failed=failed)]
             rows.append(TableRow(cells, key, who(line), line.status, line.role))
         if points:
             heads = ("subject", "case", "contestant", "direction")
             columns = [*(Column(head, "text") for head in heads), Column("FLOP/byte", after=" FLOP/byte")]
-            columns.append(Column("TFLOP/s", after=" TFLOP/s", first="descending"))
+            columns.append(flops_column([(factor, unit)]))
             table = Table(f"Roofline{f' of {runs[run]}' if runs[run] else ''}: its points", columns, [("", rows)])
             note = (
                 "Useful FLOPs, and the bytes that must move at least once, against the ceilings measured in this run."
             )
-            plot = plots.roofline(points, roofs, title=f"Roofline of all contestants {runs[run]}".strip())
+            title = f"Roofline of all contestants {runs[run]}".strip()
+            plot = plots.roofline(points, roofs, title=title, flops=(factor, unit))
             cards.append(Card(runs[run] or "All contestants", note, table, plot))
     return cards
 
 
 def curve_cards(lines: Iterable[Line], fixtures: Sequence[dict[str, Any]], runs: Sequence[str]) -> list[Card]:
-    """TFLOP/s against the fixture's mean length, a card a family of cases and direction."""
+    """Work per second against the fixture's mean length, a card a family of cases and direction."""
+    lines = list(lines)
+    units = {line.run: line.flops for line in lines}
     cards = []
     for (run, suite, family, direction), curves in report_curve.families(lines, fixtures).items():
         heading = " ".join(filter(None, (Line(run, suite, "", "", "").subject, family, direction)))
@@ -156,7 +159,7 @@ def curve_cards(lines: Iterable[Line], fixtures: Sequence[dict[str, Any]], runs:
             f"{name} {number(round(length))}"
             for length, name in sorted({(length, name) for one in curves for length, _, name in one.points})
         )
-        plot = report_curve.plot(curves, title=f"{heading}: work per second against length")
+        plot = report_curve.plot(curves, title=f"{heading}: work per second against length", flops=units[run])
         cards.append(Card(heading, _of_run(f"Mean lengths: {fixtures_told}", runs[run]), None, plot))
     return cards
 

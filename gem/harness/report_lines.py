@@ -1,6 +1,6 @@
 """What the views of the report are made of: rows as lines, tables of cells, cards with a drawing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -9,10 +9,13 @@ from markupsafe import Markup
 from gem.harness import names
 from gem.harness.results import Row, Status, worst
 from gem.harness.svg import Role
-from gem.harness.table import TIMED
+from gem.harness.table import TIMED, flops_unit
+from gem.harness.table import lines_of as table_lines
 from gem.harness.timing import CONFIDENCE, Summary, summarize
 
 BAD: tuple[Status, ...] = ("fail", "oom", "error")  # from harmless to worst, as results.SEVERITY
+
+TERA = (1.0, "TFLOP/s")
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Line:
     direction: str
     impl: str
     rows: list[Row] = field(default_factory=list)
+    flops: tuple[float, str] = TERA  # factor from TFLOP/s and unit, one for all lines of its document
 
     @property
     def subject(self) -> str:
@@ -171,12 +175,13 @@ def reasons(rows: Iterable[Row]) -> str:
     return "; ".join(f"{', '.join(filter(None, metrics))}: {text}".lstrip(": ") for text, metrics in told.items())
 
 
-def lines_of(rows: Iterable[Row], run: int = 0) -> list[Line]:
-    """One line a case, direction and contestant, in the order of the rows."""
+def lines_of(rows: Sequence[Row], run: int = 0) -> list[Line]:
+    """One line a case, direction and contestant, in the order of the rows: all those of a document."""
+    flops = flops_unit(table_lines(list(rows)))
     found: dict[tuple[str, str, str, str], Line] = {}
     for row in rows:
         key = (row.suite, row.case, row.direction, row.impl)
-        found.setdefault(key, Line(run, *key)).rows.append(row)
+        found.setdefault(key, Line(run, *key, flops=flops)).rows.append(row)
     return list(found.values())
 
 

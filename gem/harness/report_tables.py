@@ -1,7 +1,7 @@
 """The report's tables of results: one line a contestant and direction, of ops and of measured subjects alike."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gem.harness import names
 from gem.harness.names import RATIO_PREFIX
@@ -10,7 +10,7 @@ from gem.harness.report_lines import BAD, Cell, Column, Line, Table, TableRow, b
 from gem.harness.table import TIMED, number, quantity
 
 FIRST = ("ms", "qps", "tflops", "roofline", "gbps")  # then ratios, then all others, errors last
-HEADS = {"ms": "ms", "tflops": "TFLOP/s", "gbps": "GB/s", "max_error": "max error"}
+HEADS = {"ms": "ms", "gbps": "GB/s", "max_error": "max error"}
 SELF_TOLD = ("ms", "tflops", "gbps", "qps")  # whose unit says what they are
 
 
@@ -24,8 +24,9 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
     several = len(runs) > 1
     columns = [Column("case", "text"), Column("contestant", "text")] + [Column("run", "text")] * several
     columns += [Column("direction", "text")] * directed + [Column("status", "status")]
+    units = {line.flops for line in lines}
     for metric in metrics:
-        columns.append(column_of(metric))
+        columns.append(flops_column(units) if metric == "tflops" else column_of(metric))
         if metric in TIMED:
             columns.append(Column("±", title="half of the 95 % interval of the median, relative to it", before="± "))
     columns.append(Column("notes", "notes"))
@@ -36,7 +37,7 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
             cells = [Cell(case), Cell(line.impl or "–", role=line.role)] + [Cell(runs[run])] * several
             cells += [Cell(line.direction or "–")] * directed + [Cell(line.status, role=line.status)]
             for metric in metrics:
-                cells.append(cell_of(line, metric))
+                cells.append(cell_of(line, metric, mixed=len(units) > 1))
                 if metric in TIMED:
                     cells.append(_spread(line, metric))
             cells.append(Cell(_notes(line, told)))
@@ -67,8 +68,17 @@ def column_of(metric: str) -> Column:
     return Column(head, before="" if metric in SELF_TOLD else f"{metric} ", after=unit, first=first)
 
 
-def cell_of(line: Line, metric: str) -> Cell:
-    """What the line's rows of that metric say, the first one's value to sort by."""
+def flops_column(units: Collection[tuple[float, str]]) -> Column:
+    """The column of work per second in the unit of the document; of several, the cells say G or T themselves."""
+    unit = next(iter(units))[1] if len(units) == 1 else "FLOP/s"
+    return Column(unit, after=f" {unit}" if len(units) == 1 else unit, first="descending")
+
+
+def cell_of(line: Line, metric: str, mixed: bool = False) -> Cell:
+    """What the line's rows of that metric say, the first one's value to sort by.
+
+    `mixed`: the column holds lines of documents whose unit of work per second differs.
+    """
     own = [row for row in line.rows if row.metric == metric]
     if not own:
         return Cell()
@@ -78,7 +88,10 @@ def cell_of(line: Line, metric: str) -> Cell:
         # A unit that no heading tells stands beside the number.
         unit = f" {row.unit}" if known is None and row.unit and row.value is not None else ""
         ratio = metric.startswith(RATIO_PREFIX)
-        texts.append((number(row.value) if ratio else shown(metric, row.value)) + unit)
+        factor, prefix = (line.flops[0], f" {line.flops[1][0]}" * mixed) if metric == "tflops" else (1.0, "")
+        value = row.value and row.value * factor
+        told = number(value) if ratio else shown(metric, value)
+        texts.append(told + (prefix if told != "–" else "") + unit)
     spread = _spread(line, metric).text if metric in TIMED else ""
     more = f" ± {spread}" if spread and "run" not in spread else f" ({spread})" if spread else ""
     failed = any(row.status in BAD for row in own)

@@ -78,7 +78,7 @@ def test_a_click_on_a_head_sorts(page: Any) -> None:
     assert column(page, "results-1", at)[:3] == ["20.0", "10.0", "3.00"]
     page.keyboard.press("Space")
     assert head.get_attribute("aria-sort") == "none" and column(page, "results-1", at) == before
-    more = page.locator("#results-1 thead th").nth(heads.index("TFLOP/s"))
+    more = page.locator("#results-1 thead th").nth(heads.index("GFLOP/s"))
     more.locator("button").click()  # of what is better higher the highest comes first
     assert more.get_attribute("aria-sort") == "descending"
 
@@ -163,7 +163,7 @@ def test_a_link_restores_what_its_sender_saw(file: Path) -> None:
     with browser.open_page(file) as page:
         page.locator("#filter").fill("cpu_ torch")
         page.locator('.chip[data-status="pass"]').click()
-        page.locator("#results-1 thead th", has_text="TFLOP/s").locator("button").click()
+        page.locator("#results-1 thead th", has_text="GFLOP/s").locator("button").click()
         page.locator("nav a", has_text="All results").click()
         url = page.url
         seen = column(page, "results-1", 0)
@@ -174,7 +174,7 @@ def test_a_link_restores_what_its_sender_saw(file: Path) -> None:
         assert page.locator("#filter").input_value() == "cpu_ torch"
         assert page.locator('.chip[data-status="pass"]').get_attribute("aria-pressed") == "true"
         sorted_by = page.locator("#results-1 thead th[aria-sort=descending]")
-        assert sorted_by.all_text_contents() == ["TFLOP/s"]
+        assert sorted_by.all_text_contents() == ["GFLOP/s"]
         assert page.evaluate("scrollY") > 100
         page.evaluate("location.hash = ''")  # as going back does
         page.wait_for_function("document.querySelector('#filter').value === ''")
@@ -232,7 +232,7 @@ def test_a_key_copies_where_there_is_no_clipboard(file: Path) -> None:
         page.keyboard.press("Enter")
         page.locator("#toast.shown").wait_for()
         text = page.evaluate("window.real.readText()")
-        assert text.startswith("jagged_attention cpu_self_d64 flex forward 0.0500 TFLOP/s") and " — gem run " in text
+        assert text.startswith("jagged_attention cpu_self_d64 flex forward 50.0 GFLOP/s") and " — gem run " in text
         assert browser.errors(page) == []
 
 
@@ -274,7 +274,7 @@ def test_figures_of_the_page_are_those_of_the_document(file: Path, page: Any) ->
         const heads = [...row.closest("table").tHead.rows[0].cells].map((head) => head.textContent);
         return Object.fromEntries([...row.cells].map((cell, at) => [heads[at], cell.dataset.v ?? cell.textContent]));
     })""")
-    heads = {"ms": "ms", "tflops": "TFLOP/s", "gbps": "GB/s", "max_error": "max error", "ratio_to.flex": "×\u00a0flex"}
+    heads = {"ms": "ms", "tflops": "GFLOP/s", "gbps": "GB/s", "max_error": "max error", "ratio_to.flex": "×\u00a0flex"}
     checked = 0
     for one in mixed().rows:
         if one.metric not in heads or one.suite.endswith("e2e.toml"):

@@ -1,7 +1,8 @@
 """The report of measured cases: every metric with its unit and reason, and the waterfall agrees with its numbers."""
 
 from result_rows import RACE, ROWS, measured
-from test_report import NASTY, Page, harmless, section
+from test_report import NASTY, Page, harmless, section, timed
+from test_report import document as ops
 
 from gem.harness.report import render
 from gem.harness.results import Document, WaterfallPart
@@ -73,3 +74,25 @@ def test_a_training_run_is_called_one_and_has_no_peers_to_stand_against() -> Non
     assert "<h1>gem train on unknown machine</h1>" in html and 'id="peers"' not in html and 'id="train"' in html
     both = render(document(PARTS))
     assert "<h1>gem run on unknown machine</h1>" in both and 'id="peers"' in both
+
+
+def rates(ms: float, tflops: float) -> Document:
+    """A slow and a fast contestant: gem and a peer."""
+    return ops([*timed("torch", ms, tflops, 5.0), *timed("flex", ms, tflops / 100, 5.0)])
+
+
+def test_a_document_has_one_unit_of_work_per_second() -> None:
+    for tflops, unit, other, figures in ((0.5, "GFLOP/s", "TFLOP/s", "500 5.00"), (3.0, "TFLOP/s", "GFLOP/s", "3.00")):
+        html = render(rates(10.0, tflops))
+        for name in ("peers", "roofline", "results"):
+            own = section(html, name)
+            assert unit in own and other not in own, (name, unit)
+        for figure in figures.split():
+            assert f">{figure}</td>" in section(html, "results") and f">{figure}</td>" in section(html, "peers")
+
+
+def test_documents_of_two_units_in_one_table_say_each_in_its_own() -> None:
+    own = section(render([("gpu", rates(1.0, 300.0)), ("cpu", rates(1.0, 0.5))]), "results")
+    assert 'data-a="FLOP/s" data-f="descending">FLOP/s<' in own  # a copy reads 500 GFLOP/s
+    for value, figure in (("300", "300 T"), ("3", "3.00 T"), ("0.5", "500 G"), ("0.005", "5.00 G")):
+        assert f'data-v="{value}">{figure}</td>' in own  # sorted by what it is
