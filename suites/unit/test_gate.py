@@ -1,5 +1,6 @@
 """The gate on documents: each way in which a change can be worse fails it, and nothing else does."""
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from result_rows import row
 
 from gem.harness.gate import Gate, compare
 from gem.harness.gate_pairs import read_pairs
-from gem.harness.gate_stats import LOOKS
+from gem.harness.gate_stats import ALPHA, LOOKS, SHARES, p_worse
 from gem.harness.measured_params import BbsParams
 from gem.harness.results import Row
 from gem.harness.subject_bbs import Bbs
@@ -324,3 +325,52 @@ def test_a_reader_s_rate_is_judged(tmp_path: Path) -> None:
 
     assert verdicts(judged(tmp_path / "a", read(1.0), read(1.0))) == {"merge_rate": "same"}
     assert verdicts(judged(tmp_path / "b", read(1.0), read(0.8), 12)) == {"merge_rate": "worse"}
+
+
+# ---- levels: how many tests share the false alarms that are allowed
+
+
+def by(changes: dict[str, list[float]]) -> dict[str, Rows]:
+    """Both sides of rounds whose changes (logarithms) are exactly these: case -> one a round."""
+    base: Rows = lambda n: [timed(name, samples=[10.0] * 3, value=10.0) for name in changes]  # noqa: E731
+
+    def new(number: int) -> list[Row]:
+        ms = {name: 10.0 * math.exp(of[number]) for name, of in changes.items()}
+        return [timed(name, samples=[one] * 3, value=one) for name, one in ms.items()]
+
+    return {"base": base, "new": new}
+
+
+def test_the_screens_rows_share_the_level(tmp_path: Path) -> None:
+    """Eight rounds of 5 to 6 % are proof (1 in 256) where two rows share 1 %, and are none where three do."""
+    slow, quiet = [0.05 + 0.001 * n for n in range(8)], [0.0] * 8
+    assert ALPHA / 3 < p_worse(slow) <= ALPHA / 2
+    for rows, verdict in ((2, "worse"), (3, "ambiguous")):
+        sides = by({"slow": slow} | {f"quiet{n}": quiet for n in range(rows - 1)})
+        pairs, _ = read_pairs(*write_rounds(tmp_path / str(rows), sides, 8))
+        assert verdicts(compare(pairs))["slow"] == verdict
+
+
+def test_the_suspects_share_a_looks_level(tmp_path: Path) -> None:
+    """What is proof against a single suspect is none against one of three."""
+    changes = [0.04 + 0.001 * n for n in range(LOOKS[0])]
+    changes[5], changes[7] = -changes[5], -changes[7]
+    level = ALPHA * SHARES[0]
+    assert level / 3 < p_worse(changes) <= level
+    for suspects, verdict in ((1, "worse"), (3, "ambiguous")):
+        names = [f"row{n}" for n in range(suspects)]
+        screen, _ = read_pairs(*write_rounds(tmp_path / f"{suspects}", by({x: [0.06] * 6 for x in names})))
+        fresh, _ = read_pairs(*write_rounds(tmp_path / f"{suspects}f", by(dict.fromkeys(names, changes)), LOOKS[0]))
+        gate = compare(screen, fresh)
+        assert sum(line.suspect for line in gate.lines) == suspects
+        assert verdicts(gate) == dict.fromkeys(names, verdict)
+
+
+def test_a_suspect_that_is_gone_in_a_fresh_round_fails(tmp_path: Path) -> None:
+    unlucky: Rows = lambda n: cases(n, {"two": 1.06}, side=1)  # noqa: E731
+    pairs, _ = read_pairs(*write_rounds(tmp_path / "screen", {"base": cases, "new": unlucky}))
+    gone: Rows = lambda n: [one for one in same(n) if n != 3 or one.case != "two"]  # noqa: E731
+    fresh, _ = read_pairs(*write_rounds(tmp_path / "fresh", {"base": cases, "new": gone}, LOOKS[0]))
+    gate = compare(pairs, fresh)
+    assert verdicts(gate)["two"] == "missing"
+    assert not gate.passed()

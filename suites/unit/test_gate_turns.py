@@ -96,6 +96,14 @@ def test_every_case_is_met_anew() -> None:
     assert FEW_TURNS <= len(races["a"][2].samples["y"]) < MIN_TURNS
 
 
+def test_who_has_enough_goes_on_as_long_as_the_other_does() -> None:
+    """The second in each round has no budget at all, and would stop after three turns of its own."""
+    pair = Pair()
+    races = pair.run([({"x": pair.turn("a")}, 0.0)], [({"x": pair.turn("b")}, 0.02)])
+    a, b = (races[name][0].samples["x"] for name in "ab")
+    assert len(a) == len(b) >= MIN_TURNS
+
+
 def test_they_stop_at_the_cap() -> None:
     pair = Pair()
     races = pair.run([({"x": pair.turn("a", 0.0)}, 60.0)], [({"x": pair.turn("b", 0.0)}, 60.0)])
