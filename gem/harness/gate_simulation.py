@@ -1,6 +1,6 @@
 """How often the gate cries wolf, and how often it sees one: simulated on recorded noise.
 
-    python -m gem.harness.gate_simulation [ci/measured/cpu/gate-noise.json] [--runs 2000]
+    python -m gem.harness.gate_simulation [ci/measured/cpu/gate-noise.json] [--runs 2000] [--by-row]
 
 A simulated gate run draws its rounds from those recorded, of all rows at once (what hits one row of a round often hits
 its neighbours), and lets a coin name the sides, since identical code has none. Slow rows have the logarithm of their
@@ -109,6 +109,16 @@ def rates(recorded: np.ndarray, rows: int, slow: float, runs: int, seed: int = 0
     )
 
 
+def caught_by_row(recorded: np.ndarray, rows: int, slow: float, runs: int, seed: int = 0) -> list[float]:
+    """Of each recorded row: in what share of `runs` gate runs, in which it is the one slower by `slow`, it is found."""
+    shares = []
+    for row in range(min(rows, len(recorded))):
+        machine = Machine(recorded, rows, seed + row)
+        slows = [slow if one == row else 0.0 for one in range(rows)]
+        shares.append(float(np.mean([row in gate_run(machine, slows).worse for _ in range(runs)])))
+    return shares
+
+
 def upper(hits: float, runs: int) -> float:
     """Upper end of the 95 % interval of a share that was `hits` in `runs` (Wilson)."""
     z = 1.96
@@ -127,8 +137,14 @@ def main(words: list[str]) -> None:
     parser.add_argument("noise", nargs="?", default=DEFAULT)
     parser.add_argument("--runs", type=int, default=2000, help="gate runs a line")
     parser.add_argument("--rows", type=int, default=28, help="rows of the suite")
+    parser.add_argument("--by-row", action="store_true", help="only how often 5 %% is caught in each recorded row")
     given = parser.parse_args(words)
     recorded = recorded_changes(given.noise)
+    if given.by_row:
+        shares = caught_by_row(recorded, given.rows, THRESHOLD, given.runs)
+        for row, share in zip(read_noise(given.noise).rows, shares, strict=False):
+            print(f"{share:6.1%} {row.row}")
+        return
     spread = np.median(np.abs(recorded), axis=1) * 1.4826
     print(f"{given.noise}: {recorded.shape[0]} rows, {recorded.shape[1]} rounds; a round's change is off by (robust "
           f"standard deviation) {100 * spread.min():.1f} to {100 * spread.max():.1f} %, "

@@ -9,7 +9,7 @@ from gate_documents import cases, patch_file, write_rounds
 from gem import paths
 from gem.errors import RequestError
 from gem.harness import gate_noise
-from gem.harness.gate_simulation import DEFAULT, Machine, gate_run, main, rates, recorded_changes, upper
+from gem.harness.gate_simulation import DEFAULT, Machine, caught_by_row, gate_run, main, rates, recorded_changes, upper
 from gem.harness.gate_stats import ALPHA, LOOKS
 
 ROOT = paths.checkout_root()
@@ -74,6 +74,14 @@ def test_without_noise_everything_is_known() -> None:
     assert gate_run(quiet, [0.0, 0.05, 0.0, 0.12], limit=0).worse == {3}
 
 
+def test_power_by_row_names_the_loud_one() -> None:
+    """One row hardly moves, the other as much as the slowdown itself."""
+    recorded = np.array([[0.001, -0.001, 0.0012, -0.0008], [0.3, -0.25, 0.2, -0.35]])
+    quiet, loud = caught_by_row(recorded, 4, 0.05, runs=8)
+    assert quiet == 1.0
+    assert loud < 0.5
+
+
 def test_the_upper_end_of_a_share() -> None:
     assert upper(0.0, 2000) == pytest.approx(0.0019, abs=1e-4)
     assert upper(0.01, 2000) == pytest.approx(0.0154, abs=1e-3)
@@ -86,6 +94,8 @@ def test_the_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     said = capsys.readouterr().out
     assert "3 rows, 8 rounds" in said
     assert said.count("\n| × ") == 15
+    main([str(file), "--runs", "2", "--rows", "3", "--by-row"])
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_noise_is_of_one_clean_commit(tmp_path: Path) -> None:
