@@ -155,12 +155,16 @@ def curve_cards(lines: Iterable[Line], fixtures: Sequence[dict[str, Any]], runs:
     cards = []
     for (run, suite, family, direction), curves in report_curve.families(lines, fixtures).items():
         heading = " ".join(filter(None, (Line(run, suite, "", "", "").subject, family, direction)))
-        fixtures_told = ", ".join(
-            f"{name} {number(round(length))}"
-            for length, name in sorted({(length, name) for one in curves for length, _, name in one.points})
+        joined, lone = (
+            ", ".join(f"{name} {number(round(length))}" for length, name in sorted(points))
+            for points in (
+                {(length, name) for one in curves for length, _, name in one.points},
+                {(length, name) for one in curves for length, _, name in one.lone},
+            )
         )
+        told = f"Mean lengths: {joined}{f'; all of one length: {lone}' if lone else ''}"
         plot = report_curve.plot(curves, title=f"{heading}: work per second against length", flops=units[run])
-        cards.append(Card(heading, _of_run(f"Mean lengths: {fixtures_told}", runs[run]), None, plot))
+        cards.append(Card(heading, _of_run(told, runs[run]), None, plot))
     return cards
 
 

@@ -161,6 +161,34 @@ def test_families_are_cases_that_differ_in_length_alone() -> None:
     ]
 
 
+def sides(mean: float, most: float) -> dict[str, dict[str, float]]:
+    return {side: {"mean": mean, "max": most} for side in ("q", "k")}
+
+
+JAGGED = {"short": sides(80.0, 160.0), "long": sides(250.0, 1000.0), "dense": sides(512.0, 512.0)}
+
+
+def test_fixtures_of_one_length_are_not_joined_with_jagged_ones() -> None:
+    rows = [curve_rows("short", "sdpa_padded", 0.04), curve_rows("long", "sdpa_padded", 0.02)]
+    rows += [curve_rows("dense", "sdpa_padded", 0.2), curve_rows("dense", "flex", 0.1)]
+    (curves,) = report_curve.families(lines_of(rows), [JAGGED]).values()
+    assert curves == [
+        Curve("sdpa_padded", "peer", [(80.0, 0.04, "short"), (250.0, 0.02, "long")], [(512.0, 0.2, "dense")]),
+        Curve("flex", "peer", [], [(512.0, 0.1, "dense")]),
+    ]
+    svg = drawn(report_curve.plot(curves, title="t"))
+    lines = [p.get("d", "") for p in svg.iter("path") if "curve" in (p.get("class") or "")]
+    assert [re.sub(r"[\d. ]+", "", one) for one in lines] == ["ML", ""]
+    lone = [p for p in svg.iter("path") if "lone" in (p.get("class") or "")]
+    assert len(lone) == 2 and "all samples are 512 long" in "".join(lone[0].itertext())
+    # One jagged length is no curve, and of pooled cases the handful of queries alone is of one length.
+    one = {name: JAGGED[name] for name in ("long", "dense")}
+    assert report_curve.families(lines_of(rows[1:]), [one]) == {}
+    pooled = {name: stats | {"q": {"mean": 32.0, "max": 32.0}} for name, stats in JAGGED.items()}
+    (curves,) = report_curve.families(lines_of(rows[:2]), [pooled]).values()
+    assert len(curves[0].points) == 2 and curves[0].lone == []
+
+
 def test_points_of_a_curve_lie_at_length_and_rate() -> None:
     points = [(256.0, 1.0, "a"), (1024.0, 3.0, "b"), (4096.0, 2.0, "c")]
     svg = drawn(report_curve.plot([Curve("triton", "subject", points)], title="t"))
