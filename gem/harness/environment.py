@@ -49,8 +49,9 @@ def capture(device: str = "auto") -> dict[str, Any]:
 
     Keys: time (UTC, ISO 8601), gem, git_commit, git_dirty, device, gpu, gpu_count, gpu_memory_mib, capability, driver,
     sm_clock_mhz, max_sm_clock_mhz, memory_clock_mhz, power_limit_w, torch, triton, cuda, numpy, python, host, platform,
-    cpu, cores (usable by this process), threads (of torch's CPU ops), memory_gib, settings (variables that change what
-    is measured), and peers (versions of the packages that peers come from).
+    cpu, cpu_capability (the instructions that torch's CPU kernels use), cores (usable by this process), threads (of
+    torch's CPU ops), memory_gib, settings (variables that change what is measured), and peers (versions of the packages
+    that peers come from).
     """
     gpus = visible_gpus()
     gpu = gpus[0] if gpus else {}
@@ -74,6 +75,7 @@ def capture(device: str = "auto") -> dict[str, Any]:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpu": cpu_model(),
+        "cpu_capability": cpu_capability(),
         "cores": usable_cores(),
         "threads": torch_threads(),
         "memory_gib": memory_gib(),
@@ -222,6 +224,30 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_capability() -> str | None:
+    """``AVX512``: what torch's CPU kernels were chosen for. Asked from torch when it is loaded, else foretold.
+
+    The rule is that of ATen's DispatchStub.cpp for x86: a known ATEN_CPU_CAPABILITY, else the best that there is.
+    None elsewhere while torch is not loaded.
+    """
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].backends.cpu.get_cpu_capability())
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    asked = os.environ.get("ATEN_CPU_CAPABILITY")
+    if asked in ("avx512", "avx2", "default"):
+        return asked.upper()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    if {"avx512vl", "avx512bw", "avx512dq", "fma"} <= flags:
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma"} <= flags else "DEFAULT"
+
+
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, cut by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -287,6 +313,12 @@ def _settings() -> Iterator[tuple[str, str]]:
         "CXX",
         "TRITON_INTERPRET",
         "CUDA_LAUNCH_BLOCKING",
+        # Which instructions torch's own kernels, MKL and oneDNN (of two names) may use.
+        "ATEN_CPU_CAPABILITY",
+        "MKL_ENABLE_INSTRUCTIONS",
+        "MKL_CBWR",
+        "DNNL_MAX_CPU_ISA",
+        "ONEDNN_MAX_CPU_ISA",
     )
     for key, value in os.environ.items():
         if key in exact or key.startswith(("GEM_", "PYTORCH_", "TORCHINDUCTOR_", "TORCH_NCCL_")):

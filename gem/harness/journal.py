@@ -29,7 +29,7 @@ START = b'{"journal": '  # of the first line
 # Of environment.capture: what decides whether two measurements belong into one document.
 SAME = (
     "gem", "git_commit", "git_dirty", "device", "gpu", "capability", "driver", "power_limit_w", "torch", "triton",
-    "cuda", "numpy", "python", "host", "cpu", "cores", "memory_gib", "settings", "peers",
+    "cuda", "numpy", "python", "host", "cpu", "cpu_capability", "cores", "memory_gib", "settings", "peers",
 )  # fmt: skip
 
 

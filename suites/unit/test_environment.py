@@ -73,6 +73,22 @@ def test_threads_are_those_of_a_fresh_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.parametrize("asked", [None, "default", "avx2", "nonsense"])
+def test_the_cpu_capability_is_that_of_a_fresh_torch(asked: str | None) -> None:
+    """What is foretold without torch is what a torch that is then loaded says."""
+    if environment.cpu_capability() is None:
+        pytest.skip("only x86 is foretold")
+    code = (
+        "from gem.harness import environment as e; before = e.capture('cpu')['cpu_capability']; import torch;"
+        "after = torch.backends.cpu.get_cpu_capability();"
+        "assert before == after == e.capture('cpu')['cpu_capability'], (before, after); print(after)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "ATEN_CPU_CAPABILITY"}
+    env |= {"ATEN_CPU_CAPABILITY": asked} if asked else {}
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
+    assert asked not in ("default", "avx2") or done.stdout == f"{asked.upper()}\n"
+
+
 def test_git_state_names_the_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org", *words]
@@ -164,6 +180,9 @@ def test_settings_are_those_that_change_a_measurement(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("GEM_CHECK", "1")
     monkeypatch.setenv("MY_TOKEN", "secret")
+    for name in ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.setenv(name, "avx2")
+        assert environment.settings()[name] == "avx2"
     found = environment.settings()
     assert found["OMP_NUM_THREADS"] == "3" and found["GEM_CHECK"] == "1" and "MY_TOKEN" not in found
 

@@ -65,6 +65,43 @@ def test_another_run_is_refused_in_one_line(part: str, key: str | None, value: A
     assert "\n" not in text and (tmp_path / "r.json.partial").read_bytes() == before
 
 
+def test_all_that_is_known_of_the_machine_counts_but_what_moves_or_follows() -> None:
+    """A fact more or less of environment.capture is to be thought about here."""
+    from gem.harness import environment
+
+    known = environment.capture("cpu")
+    held = journals.identity([], {"device": "cpu"}, known)["environment"]
+    moving = {"time", "sm_clock_mhz", "max_sm_clock_mhz", "memory_clock_mhz"}
+    following = {"gpu_count", "gpu_memory_mib", "platform", "threads"}  # from the GPU's name, the host, the settings
+    assert set(known) - set(held) == moving | following and set(held) <= set(known)
+    assert {"peers", "settings", "cpu_capability"} <= set(held)
+
+
+def test_what_is_kept_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is written before it is synced, and synced before the call ends; the document before the journal goes.
+
+    A power cut cannot be had here: what is counted are the real calls, and what the file held at each of them.
+    """
+    real, synced = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        there = len(entries(tmp_path / "r.json.partial")) if (tmp_path / "r.json.partial").exists() else None
+        synced.append((path.name, there))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    journal = begun(tmp_path / "r.json")
+    assert synced == [("r.json.partial", 1)]
+    for number, case in enumerate(("s.toml::one", "s.toml::two"), start=2):
+        journal.keep(case, rows(case), {}, {}, {})
+        assert len(synced) == number and synced[-1] == ("r.json.partial", number)
+    (tmp_path / "r.json").write_text("{}")
+    journal.done()
+    assert synced[3:] == [("r.json", 3), (tmp_path.name, 3)] and not journal.path.exists()
+    journal.close()
+
+
 def test_a_torn_end_is_dropped_and_what_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     target, path = tmp_path / "r.json", tmp_path / "r.json.partial"
     unfinished(target)
