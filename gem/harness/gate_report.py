@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gem.harness.gate import STEADY, TIMED, Gate, Line
 from gem.harness.gate_pairs import Pair
-from gem.harness.gate_stats import THRESHOLD
+from gem.harness.gate_stats import LOOKS, THRESHOLD
 from gem.harness.table import machine_text, quantity
 
 STYLES = {
@@ -71,7 +71,8 @@ def remarks(gate: Gate, differing: list[str]) -> list[str]:
     said = [f"DIFFERENT ON BOTH SIDES: {what}" for what in differing] + list(gate.remarks)
     said.append(_thresholds(gate))
     if gate.confirm_rounds:
-        said.append(f"suspects were run for {gate.confirm_rounds} fresh rounds, and only those judge them")
+        judging = "only those judge them" if gate.confirm_rounds >= LOOKS[0] else f"{LOOKS[0]} are wanted to judge them"
+        said.append(f"suspects were run for {gate.confirm_rounds} fresh rounds, and {judging}")
     if gate.count("ambiguous"):
         said.append(f"ambiguous: too noisy, or too few rounds, to tell ({gate.count('ambiguous')} rows); no failure")
     if gate.skipped:
