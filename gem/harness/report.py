@@ -33,9 +33,20 @@ def write_report(documents: Documents, path: str | Path, *, title: str | None = 
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """A name a file, as short as keeps them apart: its stem, or with the folders before it."""
-    whole = [path.resolve().with_suffix("").parts for path in paths]
-    return ["/".join(_apart(parts, [other for other in whole if other != parts])) for parts in whole]
+    """A name a file, as short as keeps them apart: its stem, or with the folders before it; never two the same.
+
+    With their suffixes where two files differ in them alone; a file that is given again gets a number.
+    """
+    whole = [path.resolve().parts for path in paths]
+    stems = [path.resolve().with_suffix("").parts for path in paths]
+    if len(set(stems)) == len(set(whole)):
+        whole = stems
+    found: list[str] = []
+    for parts in whole:
+        name = "/".join(_apart(parts, [other for other in whole if other != parts]))
+        called = (name, *(f"{name} ({number})" for number in range(2, len(whole) + 2)))
+        found.append(next(one for one in called if one not in found))
+    return found
 
 
 def _apart(parts: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

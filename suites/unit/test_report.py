@@ -354,7 +354,11 @@ def test_lengths_that_runs_share_are_drawn_once() -> None:
 def test_names_of_runs_are_as_short_as_keeps_them_apart() -> None:
     paths = [Path("ci/h200/throughput.json"), Path("ci/cpu/throughput.json"), Path("ci/cpu/gdpa.json")]
     assert run_names(paths) == ["h200/throughput", "cpu/throughput", "gdpa"]
-    assert run_names([Path("a.json"), Path("a.json")]) == ["a", "a"]
+    assert run_names([Path("a.json"), Path("a.json")]) == ["a", "a (2)"]
+    assert run_names([Path("r.json"), Path("r.txt"), Path("s.json")]) == ["r.json", "r.txt", "s.json"]
+    assert run_names([Path("x/r.json"), Path("y/r.json"), Path("y/r.txt")]) == ["x/r.json", "y/r.json", "r.txt"]
+    again = [Path(f"{name}.json") for name in ("a", "a", "a (2)", "a")]
+    assert run_names(again) == ["a", "a (2)", "a (2) (2)", "a (3)"]
 
 
 def test_no_document_is_no_crash() -> None:
