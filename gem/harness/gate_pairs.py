@@ -11,8 +11,8 @@ from gem.harness.results import Document, Row, read_document
 
 # Where these differ, a difference in time says nothing about the code.
 _MACHINE = (
-    "device", "gpu", "gpu_count", "capability", "driver", "power_limit_w", "cpu", "cores", "threads", "torch", "triton",
-    "cuda", "numpy", "python",
+    "device", "gpu", "gpu_count", "capability", "driver", "power_limit_w", "cpu", "cpu_capability", "cores",
+    "threads", "torch", "triton", "cuda", "numpy", "python",
 )  # fmt: skip
 _OPTIONS = ("peers", "impls", "lengths", "batch", "budget_s")
 _NOT_A_SETTING = ("GEM_COMMIT",)  # which commit it is, of sources without their repository

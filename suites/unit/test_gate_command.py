@@ -98,6 +98,7 @@ def test_a_reason_cannot_break_the_markdown(tmp_path: Path, capsys: pytest.Captu
         (lambda data: data["environment"].update(device="cuda"), "device: 'cpu' against 'cuda'"),
         (lambda data: data["environment"].update(driver="580.1"), "driver: '570.2' against '580.1'"),
         (lambda data: data["environment"].update(power_limit_w=350.0), "power_limit_w: 700.0 against 350.0"),
+        (lambda data: data["environment"].update(cpu_capability="AVX2"), "cpu_capability: 'AVX512' against 'AVX2'"),
         (lambda data: data["environment"].update(git_commit="c" * 40), f"commit of the change: '{'n' * 40}' against"),
         (lambda data: data["request"].update(batch=8), "request.batch: None against 8"),
         (lambda data: data.update(fixtures={"f": {"tokens": 1}}), "fixture f: {'tokens': 2} against {'tokens': 1}"),
@@ -108,7 +109,7 @@ def test_documents_that_cannot_be_compared_are_refused(
     change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, new = write_rounds(tmp_path, {"base": cases, "new": same})
-    machine = {"driver": "570.2", "power_limit_w": 700.0}
+    machine = {"driver": "570.2", "power_limit_w": 700.0, "cpu_capability": "AVX512"}
     patch_file(base / "000.json", lambda data: data.update(fixtures={"f": {"tokens": 2}}))
     patch_file(base / "000.json", lambda data: data["environment"].update(machine))
     patch_file(new / "003.json", change)
