@@ -48,6 +48,18 @@ class Ceilings:
     gbps: float | None = None
 
 
+@dataclass(frozen=True)
+class Label:
+    """Words, and where they may stand, the best first: (x, y, whether they end there)."""
+
+    words: str
+    spots: list[tuple[float, float, bool]]
+
+
+LETTER = 10.0  # width of a letter in the roofline's labels, as large as a phone shows them
+MARK = 5.0  # half the size of a point's mark
+
+
 def histogram(edges: Sequence[float], counts: Sequence[int], *, title: str, axis: str = "rows per sample") -> Markup:
     """Samples per length bin: counts[i] samples have edges[i] <= length < edges[i + 1].
 
@@ -132,7 +144,7 @@ def roofline(
     `points` may be empty; then only the ceilings are drawn. `flops`: factor from TFLOP/s to the unit shown, and it.
     """
     points = [p for p in points if p.intensity > 0 and p.tflops > 0]
-    width, height, left, top, right, bottom = 680, 400, 58, 14, 142, 44
+    width, height, left, top, right, bottom = 620, 414, 66, 48, 34, 52
     ridges = [1000 * peak / ceilings.gbps for peak in ceilings.tflops.values()] if ceilings.gbps else []
     xs = [p.intensity for p in points] + ridges
     ys = [p.tflops for p in points] + list(ceilings.tflops.values())
@@ -150,26 +162,25 @@ def roofline(
     for e in range(x0, x1 + 1):
         parts += [
             svg.line(px(10.0**e), top, px(10.0**e), height - bottom, "grid"),
-            svg.text(px(10.0**e), height - bottom + 16, _power(10.0**e), "tick middle"),
+            svg.text(px(10.0**e), height - bottom + 18, _power(10.0**e), "tick middle"),
         ]
     for e in range(y0, y1 + 1):
         parts += [
             svg.line(left, py(10.0**e), width - right, py(10.0**e), "grid"),
             svg.text(left - 7, py(10.0**e) + 4, _power(10.0**e * factor), "tick end"),
         ]
-    parts += _roofs(ceilings, (x0, x1), (y0, y1), px, py, width - right, flops)
+    roofs, wanted = _roofs(ceilings, (x0, x1), (y0, y1), px, py, flops)
+    parts += roofs
     for p in sorted(points, key=lambda p: p.role == "subject"):  # the subject on top of its peers
         parts.append(_marker(px(p.intensity), py(p.tflops), p, factor, unit))
+    parts += _labels(wanted, [(px(p.intensity), py(p.tflops)) for p in points], (left, 0, width - 2, height - bottom))
     parts.append(svg.text((left + width - right) / 2, height - 6, "intensity, useful FLOP per byte", "axis middle"))
-    parts.append(
-        f'<text class="axis middle" transform="translate(14 {(top + height - bottom) / 2}) rotate(-90)">'
-        f"achieved {unit}</text>"
-    )
-    roofs = (
+    parts.append(svg.text(4, 14, f"achieved {unit}", "axis"))
+    told = (
         ", ".join(f"{name} {number(peak * factor)} {unit}" for name, peak in ceilings.tflops.items()) or "not measured"
     )
     copy = f"{number(ceilings.gbps)} GB/s" if ceilings.gbps else "not measured"
-    said = f"{len(points)} contestants. Ceilings measured in this run: GEMM {roofs}; copy {copy}."
+    said = f"{len(points)} contestants. Ceilings measured in this run: GEMM {told}; copy {copy}."
     return svg.drawing(width, height, title, said, parts)
 
 
@@ -179,11 +190,14 @@ def _roofs(
     y_range: tuple[int, int],
     px: Callable[[float], float],
     py: Callable[[float], float],
-    edge: float,
     flops: tuple[float, str],
-) -> list[str]:
-    """The slope of the copy bandwidth up to the highest ceiling, and a flat roof per dtype from its ridge on."""
+) -> tuple[list[str], list[Label]]:
+    """The slope of the copy bandwidth up to the highest ceiling, and a flat roof per dtype from its ridge on.
+
+    Their labels' places are above them: no contestant is faster than its roof, but for noise.
+    """
     parts: list[str] = []
+    labels: list[Label] = []
     low_x, high_x, low_y = 10.0 ** x_range[0], 10.0 ** x_range[1], 10.0 ** y_range[0]
     bandwidth = ceilings.gbps / 1000 if ceilings.gbps else None  # TFLOP/s per FLOP/byte
     if bandwidth:
@@ -192,19 +206,45 @@ def _roofs(
         end = min(high_x, top / bandwidth)
         if end > start:
             parts.append(svg.line(px(start), py(start * bandwidth), px(end), py(end * bandwidth), "roof"))
-            # Under the slope's foot, away from the points that gather at the ridge; beside it where it is on the axis.
-            label = f"copy {number(ceilings.gbps)} GB/s"
-            under = 16 if py(start * bandwidth) < py(low_y) - 24 else -2
-            parts.append(svg.text(px(start) + 18, py(start * bandwidth) + under, label, "roof-label"))
-    previous = -math.inf
+            xs = [start * (end / start) ** share for share in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
+            spots = [(px(x) - 8, py(x * bandwidth) - 2, True) for x in xs]
+            # Where the slope is too near to the axis: right of it, as low as there is room.
+            spots += [(px(end) + 8, py(low_y) - 8 - 20 * step, False) for step in range(8)]
+            labels.append(Label(f"copy {number(ceilings.gbps)} GB/s", spots))
     for name, peak in sorted(ceilings.tflops.items(), key=lambda item: item[1]):
         start = min(max(low_x, peak / bandwidth), high_x) if bandwidth else low_x
         parts.append(svg.line(px(start), py(peak), px(high_x), py(peak), "roof"))
-        y = py(peak) + 4
-        # Roofs a few percent apart: their labels are stacked upwards instead of printed over each other.
-        y = y if previous == -math.inf else min(y, previous - 13)
-        previous = y
-        parts.append(svg.text(edge + 6, y, shorten(f"{name} {number(peak * flops[0])} {flops[1]}", 26), "roof-label"))
+        spots = [(x, py(peak) - 6, x > px(start)) for x in (px(high_x), px(start) + 8)]
+        # Roofs a few per cent apart: further up, or under both.
+        spots += [(px(high_x), py(peak) + shift, True) for shift in (-26, -46, 20, 40)]
+        labels.append(Label(shorten(f"{name} {number(peak * flops[0])} {flops[1]}", 26), spots))
+    return parts, labels
+
+
+def _labels(
+    wanted: Sequence[Label], points: Sequence[tuple[float, float]], frame: tuple[float, float, float, float]
+) -> list[str]:
+    """Each label at the first of its spots where it lies on no point, on no other label and within the frame
+    (x, y, x, y), else where it lies on the fewest."""
+    placed = [(0.0, 0.0, 190.0, 19.0)]  # the unit of the axis
+    parts = []
+    for label in wanted:
+
+        def box(spot: tuple[float, float, bool], words: str = label.words) -> tuple[float, float, float, float]:
+            x, y, ends = spot
+            size = LETTER * len(words)
+            return (x - size if ends else x, y - 15, x if ends else x + size, y + 2)
+
+        def hits(spot: tuple[float, float, bool]) -> float:
+            x0, y0, x1, y1 = box(spot)
+            outside = x0 < frame[0] or y0 < frame[1] or x1 > frame[2] or y1 > frame[3]
+            over = any(x0 < b[2] and b[0] < x1 and y0 < b[3] and b[1] < y1 for b in placed)
+            covered = sum(x0 - MARK < x < x1 + MARK and y0 - MARK < y < y1 + MARK for x, y in points)
+            return covered + 1000 * (outside + over)
+
+        x, y, ends = spot = min(label.spots, key=hits)
+        placed.append(box(spot))
+        parts.append(svg.text(x, y, label.words, "roof-label end" if ends else "roof-label"))
     return parts
 
 

@@ -12,9 +12,9 @@ from gem.harness import svg
 from gem.harness.report_lines import BAD, TERA, Line
 from gem.harness.svg import Role, number, shorten
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 300, 52, 26, 118, 42
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 308, 52, 34, 118, 42
 SPREAD = 1.25  # longest over shortest length of a family, from which on there is something to see
-LABEL_GAP = 14  # between the labels at the ends of two curves
+LABEL_GAP = 17  # between the labels at the ends of two curves
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def plot(curves: Sequence[Curve], *, title: str, flops: tuple[float, str] = TERA
     parts.append(
         svg.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "mean length of the longer side, rows", "axis middle")
     )
-    parts.append(svg.text(4, TOP - 14, unit, "axis"))
+    parts.append(svg.text(4, TOP - 17, unit, "axis"))
 
     def last(curve: Curve) -> tuple[float, float, str]:
         return (curve.points or curve.lone)[-1]

@@ -1,5 +1,6 @@
 """The report's looks in a real browser: contrast, phone, paper, keys; no text of a document is taken for markup."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,62 @@ def test_the_page_is_as_wide_as_its_window(file: Path) -> None:
             stray = page.evaluate("""() => [...document.querySelectorAll("table, svg")]
                 .filter((one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".box")).length""")
             assert stray == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_phone_shows_peers_and_numbers_without_scrolling(tmp_path: Path, several: bool) -> None:
+    runs = [("old", mixed()), ("new", mixed())] if several else mixed()
+    file = write_report(runs, tmp_path / "r.html")
+    with browser.open_page(file, width=390) as page:
+        places = page.evaluate(
+            """(id) => [...document.querySelectorAll(`#${id} thead th`)].map((head, at) => {
+            const cell = document.querySelector(`#${id} tbody tr`).cells[at].getBoundingClientRect();
+            return [head.textContent, cell.left, cell.right]; })""",
+            "record-table",
+        )
+        seen = [head for head, left, right in sorted(places, key=lambda one: one[1]) if 0 < right <= 390]
+        assert seen[:3] == ["peer", "mean", "worst"]
+        heads = page.locator("#results-1 thead th").all_text_contents()
+        assert heads[:4] == ["case", "contestant", "direction", "ms"]
+        box = page.locator(".box", has=page.locator("#results-1"))
+        number, case = (page.locator("#results-1 tbody tr").first.locator(f"> :nth-child({at})") for at in (4, 1))
+        edge = number.bounding_box()
+        assert edge["x"] + edge["width"] <= 390
+        before = case.bounding_box()["x"]
+        box.evaluate("(one) => { one.scrollLeft = 80; }")
+        assert number.bounding_box()["x"] == pytest.approx(edge["x"] - 80)
+        assert case.bounding_box()["x"] == pytest.approx(before, abs=1.5)
+        for svg in page.locator("#roofline svg, #length svg").all():
+            assert svg.evaluate("""(one) => { const own = one.getBoundingClientRect();
+                const box = one.parentElement.getBoundingClientRect();
+                const words = [...one.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+                return own.right <= box.right + 1
+                    && words.every((word) => word.height >= 9)
+                    && words.every((word) => word.left >= own.left - 1 && word.right <= own.right + 1);
+            }""")
+
+
+EDGE = """async (data) => {
+    const image = new Image(); image.src = `data:image/png;base64,${data}`; await image.decode();
+    const canvas = document.createElement("canvas"); canvas.width = image.width; canvas.height = image.height;
+    const context = canvas.getContext("2d"); context.drawImage(image, 0, 0);
+    const pixels = context.getImageData(image.width - 3, image.height >> 1, 1, image.height >> 2).data;
+    return Math.max(...pixels.filter((_, at) => at % 4 === 0));
+}"""
+
+
+def test_a_box_shows_that_it_scrolls_sideways(file: Path) -> None:
+    with browser.open_page(file, width=390) as page:
+        box = page.locator(".box", has=page.locator("#results-1"))
+        # Cards that come into view take their height then, and what is below them another place.
+        page.evaluate("for (const one of document.querySelectorAll('.card')) one.style.contentVisibility = 'visible'")
+
+        def edge() -> int:  # the lightest of what stands at the right edge: no letter
+            return page.evaluate(EDGE, base64.b64encode(box.screenshot()).decode())
+
+        assert edge() < 225
+        box.evaluate("(one) => { one.scrollLeft = one.scrollWidth; }")
+        assert edge() > 240
 
 
 def test_focus_shows_and_motion_is_reduced(file: Path) -> None:

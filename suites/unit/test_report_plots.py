@@ -1,5 +1,6 @@
 """The report's drawings agree with their numbers: bars, slices of a step, roofline, curves, histograms."""
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -93,6 +94,33 @@ def test_roofline_points_lie_at_intensity_and_rate() -> None:
     triangle = next(p for p in svg.iter("path") if "point" in (p.get("class") or ""))
     x = float(re.match(r"M([\d.]+)", triangle.get("d", ""))[1])  # type: ignore[index]
     assert x - at(roof, "x1") == pytest.approx(at(roof, "x1") - at(circle, "cx"), abs=0.3)
+
+
+@pytest.mark.parametrize("gbps", [20.0, 200.0, 4000.0])
+@pytest.mark.parametrize(
+    "peaks", [{"float32": 0.2}, {"float32": 0.2, "bfloat16": 0.9}, {"float16": 0.9, "bfloat16": 0.88}]
+)
+def test_labels_of_a_roofline_lie_on_no_point_and_on_no_other(peaks: dict[str, float], gbps: float) -> None:
+    # A point wherever one can be: below the roofs, and a little above the lower ones.
+    ceilings, roof = Ceilings(peaks, gbps), max(peaks.values())
+    spread = [0.1 * 1.3**k for k in range(30)]
+    points = [Point("a", x, 0.9 * min(roof, x * gbps / 1000) / 1.7**k) for x in spread for k in range(6)]
+    points = [point for point in points if point.tflops < 0.9 * min(peaks.values())]
+    svg = drawn(plots.roofline(points, ceilings, title="t"))
+    boxes = []
+    for text in svg.iter("text"):
+        if "roof-label" not in text.get("class", ""):
+            continue
+        x, y, size = float(text.get("x", "nan")), float(text.get("y", "nan")), 7.0 * len(text.text or "")
+        boxes.append((x - size, x, y) if "end" in text.get("class", "").split() else (x, x + size, y))
+    assert len(boxes) == len(peaks) + 1
+    for left, right, y in boxes:
+        assert left >= 0 and right <= 620 and y > 10
+        for circle in svg.iter("circle"):
+            cx, cy = float(circle.get("cx", "nan")), float(circle.get("cy", "nan"))
+            assert not (left - 4 < cx < right + 4 and y - 13 < cy < y + 4)
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[1] <= b[0] or b[1] <= a[0] or abs(a[2] - b[2]) >= 13
 
 
 @pytest.mark.parametrize("points", [[], [Point("a", 1.0, 2.0)], [Point("a", math.inf, 1.0), Point("b", 0.0, 1.0)]])
