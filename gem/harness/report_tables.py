@@ -22,24 +22,28 @@ def results_table(lines: Sequence[Line], commands: Commands, runs: Sequence[str]
     metrics = _ordered(dict.fromkeys(row.metric for line in lines for row in line.rows if row.metric))
     directed = any(line.direction for line in lines)
     several = len(runs) > 1
+    # Which run a line is of stands in front only where that alone tells two lines apart.
+    twice = several and len({(line.suite, line.case, line.direction, line.impl) for line in lines}) < len(lines)
+    front, back = [Column("run", "text")] * twice, [Column("run", "text")] * (several and not twice)
     # The numbers stand next to what names them: a phone shows few columns at once.
-    columns = [Column("case", "text"), Column("contestant", "text")] + [Column("direction", "text")] * directed
+    columns = [Column("case", "text"), Column("contestant", "text")] + [Column("direction", "text")] * directed + front
     units = {line.flops for line in lines}
     for metric in metrics:
         columns.append(flops_column(units) if metric == "tflops" else column_of(metric))
         if metric in TIMED:
             columns.append(Column("±", title="half of the 95 % interval of the median, relative to it", before="± "))
-    columns += [Column("status", "status")] + [Column("run", "text")] * several + [Column("notes", "notes")]
+    columns += [Column("status", "status"), *back, Column("notes", "notes")]
     rows = []
     for (run, suite, case), own in by_case(lines).items():
         told = {line.impl for line in own if line.problem}
         for line in own:
             cells = [Cell(case), Cell(line.impl or "–", role=line.role)] + [Cell(line.direction or "–")] * directed
+            cells += [Cell(runs[run])] * len(front)
             for metric in metrics:
                 cells.append(cell_of(line, metric, mixed=len(units) > 1))
                 if metric in TIMED:
                     cells.append(_spread(line, metric))
-            cells += [Cell(line.status, role=line.status)] + [Cell(runs[run])] * several + [Cell(_notes(line, told))]
+            cells += [Cell(line.status, role=line.status)] + [Cell(runs[run])] * len(back) + [Cell(_notes(line, told))]
             key = commands.of_case(run, suite, case, f"{line.subject} {case}")
             rows.append(TableRow(cells, key, who(line), line.status, line.role))
     figures = sum(row.value is not None for line in lines for row in line.rows)
