@@ -97,6 +97,11 @@ class Gate:
         """Rows that were good on both sides."""
         return sum(line.finding is not None for line in self.lines)
 
+    @property
+    def told(self) -> bool:
+        """Whether any row has a verdict: of those that are ambiguous nothing is known."""
+        return any(line.verdict in ("same", "better") or line.fails for line in self.lines)
+
     def passed(self, strict: bool = False) -> bool:
         """Nothing is worse, missing or failing, and something was compared; `strict`: nothing is ambiguous either."""
         doubtful = strict and self.count("ambiguous") > 0

@@ -89,7 +89,8 @@ def _thresholds(gate: Gate) -> str:
 
 def conclusion(gate: Gate, strict: bool) -> str:
     """``gate: passed: 28 rows over 6 rounds: 28 same``."""
-    return f"gate: {'passed' if gate.passed(strict) else 'FAILED'}: {gate}"
+    passed = "passed" if gate.told else "no failure, and nothing known"
+    return f"gate: {passed if gate.passed(strict) else 'FAILED'}: {gate}"
 
 
 def gate_markdown(gate: Gate, pairs: list[Pair], differing: list[str], strict: bool) -> str:
@@ -101,7 +102,7 @@ def gate_markdown(gate: Gate, pairs: list[Pair], differing: list[str], strict: b
         for one in (pairs[0].base, pairs[0].new)
     )
     changed = " with uncommitted changes" if pairs[0].new.environment.get("git_dirty") else ""
-    mark = "✅" if gate.passed(strict) else "❌"
+    mark = ("✅" if gate.told else "⚠️") if gate.passed(strict) else "❌"
     parts = [
         f"### {mark} {conclusion(gate, strict)}",
         f"`{new}`{changed} against `{base}` on {machine_text(pairs[0].base)}",

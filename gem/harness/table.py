@@ -382,7 +382,7 @@ def machine_text(document: Document) -> str:
     parts = [str(where), f"torch {env.get('torch')}"]
     if env.get("git_commit"):
         parts.append(f"{str(env['git_commit'])[:10]}{' (changed)' if env.get('git_dirty') else ''}")
-    if (env.get("busy_cores") or 0.0) >= 0.3:
+    if isinstance(env.get("busy_cores"), int | float) and env["busy_cores"] >= 0.3:
         parts.append(f"other work kept {number(env['busy_cores'])} of {env.get('cores')} cores busy when the run began")
     resumed = document.request.get("resumed")
     if isinstance(resumed, list) and resumed:

@@ -80,6 +80,7 @@ def test_a_slow_kernel_fails_the_gate_and_nothing_is_left(tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_half_way_it_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
     assert ROOT is not None
+    (tmp_path / "out.md").write_text("the verdict of another day")
     command = [str(ROOT / "ci" / "gate"), "HEAD", "--out", str(tmp_path / "out"), "--", *CHEAP]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True)
@@ -90,6 +91,9 @@ def test_stopped_half_way_it_leaves_nothing(how: signal.Signals, tmp_path: Path)
         assert process.poll() is None, (tmp_path / "log").read_text()
         process.send_signal(how)
         assert process.wait(60) == 128 + how
+        told = (tmp_path / "out.md").read_text()
+        assert told.startswith("### ⛔ gate: ended before its verdict") and str(128 + how) in told
+        assert not (tmp_path / "out.json").exists()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
