@@ -9,9 +9,9 @@ tensors: one of a class of its own could compute when it is looked at.
 
 What stays undetected is who sets out to deceive, since a contestant lives in its worker's process: code that knows
 these symmetries and signs a kept result anew, or keeps the attention weights, which signs do not change; a thread that
-works between the timed calls; code that computes only the samples whose oracle there is time for; code that changes the clock
-or the harness. Peers are this project's adapters of public kernels, there to be read. Where batch times heads are few,
-gradients repeat after 2 ** (B H) calls.
+works between the timed calls; code that computes only the samples whose oracle there is time for; code that changes
+the clock or the harness. Peers are this project's adapters of public kernels, there to be read. Where batch times heads
+are few, gradients repeat after 2 ** (B H) calls.
 
 A contestant may write to its inputs, too: `digests` before and after tell.
 
