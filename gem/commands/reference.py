@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 import gem
 from gem import paths
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 from gem.harness import names, needs, select
 from gem.harness.case import Case, Implementation, MeasuredCase, Name, Needs, PeerName
 from gem.harness.declaration import Head
@@ -307,8 +307,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main))

@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", help=f"one of: {', '.join(DATA_SETS)}")
     parser.add_argument("destination", nargs="?", help="file or directory (default: results/data/)")
     options = parser.parse_args(arguments)
-    try:
-        print(fetch(options.name, options.destination))
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code_of(lambda: print(fetch(options.name, options.destination)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 from gem.harness.case import AnyCase
 from gem.harness.results import write_text
 from gem.harness.suites import load_suites
@@ -89,8 +89,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

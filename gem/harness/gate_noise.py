@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 from gem.harness.gate import TIMED, round_changes
 from gem.harness.gate_pairs import read_pairs
 from gem.harness.results import write_text
@@ -85,8 +85,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

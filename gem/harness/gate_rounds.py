@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 from gem.harness import gate_turns
 from gem.harness.results import write_text
 
@@ -137,8 +137,4 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that both runs are ended, and folders removed
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

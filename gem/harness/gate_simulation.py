@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gem.errors import RequestError
+from gem.errors import exit_code_of
 from gem.harness.gate_noise import read_noise
 from gem.harness.gate_stats import ALPHA, LOOKS, SCREEN_ROUNDS, THRESHOLD, judge, judge_suspect
 
@@ -163,8 +163,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from gem import paths
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 
 KERNELS = ("softmax", "pointwise", "block")
 SLOWER = """
@@ -67,8 +67,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

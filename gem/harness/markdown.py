@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from gem.errors import RequestError
+from gem.errors import RequestError, exit_code_of
 from gem.harness.names import PEERS, RATIO_PREFIX
 from gem.harness.results import Document, read_document, write_text
 from gem.harness.select import compile_expression
@@ -128,11 +128,4 @@ def main(pages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RequestError as error:
-        print(f"gem: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"gem: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code_of(main, sys.argv[1:]))

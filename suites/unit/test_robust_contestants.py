@@ -4,7 +4,6 @@ Kinds: timed calls that were no-ops; a result kept under its inputs' address, id
 its queries in place and so spoils every later call.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stand_ins import make_peers
 
 from gem.data.lengths import load_profile
-from gem.harness import bench, names
 from gem.harness import peers as public_kernels
 from gem.harness.case import Case
 from gem.harness.check import Oracle
@@ -186,10 +185,7 @@ class CheatsHost(Host):
 @pytest.fixture
 def rows(monkeypatch):
     """Runs a case with these peers; rows by contestant, direction and metric."""
-    monkeypatch.setattr(bench, "HOST", "test_robust_contestants:CheatsHost")
-    for name in CHEATS:
-        monkeypatch.setitem(names.PEERS, name, names.Peer("a stand-in", None, tuple(SUBJECTS)))
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    make_peers(monkeypatch, CHEATS, "test_robust_contestants:CheatsHost")
 
     def run(peers, directions, kind: Any = "throughput", budget_s=0.1):
         file = Path("suites/test.toml")

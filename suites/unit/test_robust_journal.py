@@ -183,7 +183,7 @@ def test_an_edited_journal_is_refused_in_one_line(line: int, path: str, value: A
     assert last in part
     part.pop(last) if value is WITHOUT else part.update({last: value})
     journal.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    refused(tmp_path / "r.json", f":{line}: not as this gem run writes it")
+    assert_refused(tmp_path / "r.json", f":{line}: not as this gem run writes it")
 
 
 @pytest.mark.parametrize("alien", ["3", "null", "[]", '"journal"', "[" * 100_000, '{"journal": ' * 100_000])
@@ -191,10 +191,10 @@ def test_json_that_is_no_journal_is_refused_in_one_line(alien: str, tmp_path: Pa
     told = "JSON nested too deeply" if len(alien) > 99 else "not as this gem run writes it"
     unfinished(tmp_path / "r.json")
     (tmp_path / "r.json.partial").write_text(f"{alien}\n")
-    refused(tmp_path / "r.json", f":1: {told}")
+    assert_refused(tmp_path / "r.json", f":1: {told}")
 
 
-def refused(target: Path, told: str) -> None:
+def assert_refused(target: Path, told: str) -> None:
     """With --resume and without, and left as it was."""
     path = target.with_name("r.json.partial")
     before = path.read_bytes()

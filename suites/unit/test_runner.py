@@ -5,7 +5,6 @@ failing cases were dropped; timed calls that were no-ops; a crash took every lat
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stand_ins import make_peers
 
 from gem.data.lengths import load_profile
 from gem.data.logs import LogLengths
 from gem.errors import RequestError
-from gem.harness import bench, names, runner, session
 from gem.harness import peers as public_kernels
+from gem.harness import runner, session
 from gem.harness.case import Case
 from gem.harness.contestant import Host
 from gem.harness.params import SUBJECTS
@@ -154,10 +154,7 @@ class FaultyHost(Host):
 @pytest.fixture
 def faulty(monkeypatch):
     """Makes the stand-ins peers, here and in the workers."""
-    monkeypatch.setattr(bench, "HOST", "test_runner:FaultyHost")
-    for name in FAULTS:
-        monkeypatch.setitem(names.PEERS, name, names.Peer("a stand-in", None, tuple(SUBJECTS)))
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    make_peers(monkeypatch, FAULTS, "test_runner:FaultyHost")
 
 
 def run_one(case, step=lambda detail: None):
