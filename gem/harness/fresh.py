@@ -82,13 +82,13 @@ class Heads:
     """Changes the signs of samples' heads in the output's gradient, in place: those of q, k and v follow.
 
     ``d_out``: in the contestant's form, that ``convert`` makes of rows [T, H, D]. Gradients of what all samples share
-    are sums over changed ones, which nothing can undo: they are left as they are. There must be a row.
+    are sums over changed ones, which nothing can undo: they are left as they are. There must be a pair.
     """
 
     def __init__(self, inputs: Inputs, d_out: Tensor, convert: Callable[[Tensor], Tensor]) -> None:
         self._inputs, self._d_out, self._convert = inputs, d_out, convert
         lengths, heads = inputs.lengths, inputs.d_out.shape[1]
-        filled = np.flatnonzero(lengths.q)
+        filled = np.flatnonzero(lengths.q * lengths.k)  # elsewhere gradients are 0, whatever the sign
         signs = _patterns(len(filled) * heads)
         patterns = np.ones((len(signs), lengths.batch + 1, heads))  # one more: rows behind the last offset
         patterns[:, filled] = signs.reshape(len(signs), -1, heads)
