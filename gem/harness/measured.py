@@ -118,11 +118,15 @@ class Racer(Protocol):
         ...
 
 
+class DoesNotFit(MemoryError):
+    """Of `best_batch`'s search: a size that is known not to fit, or barely, and why."""
+
+
 def best_batch(sizes: Sequence[int], samples_per_s: Callable[[int], float], report: Report) -> Ready:
     """The size of `sizes` (ascending) at which `samples_per_s(size)` is highest; out of memory ends the search.
 
     What `samples_per_s` builds must be its own, so that it is gone when it returns. The out-of-memory error is raised
-    when not even the first size fits.
+    when not even the first size fits; so that none is run into amid a step, `samples_per_s` may raise DoesNotFit.
     """
     tried: dict[int, float] = {}
     note = ""
@@ -133,7 +137,7 @@ def best_batch(sizes: Sequence[int], samples_per_s: Callable[[int], float], repo
         except Exception as error:
             if not is_out_of_memory(error) or not tried:
                 raise
-            note = f"{size} does not fit"
+            note = f"{size} does not fit" + (f": {error}" if isinstance(error, DoesNotFit) else "")
         gc.collect()  # what refers to itself holds memory until it is found; too slow (0.15 s) for every turn
         release()
         if note:

@@ -139,7 +139,11 @@ class _Race:
         """Turns, then what else they found."""
 
         def turn(name: str) -> float:
-            return 1e3 * self._ask(name, "turn", "turn") / self.params.turn_steps
+            try:
+                return 1e3 * self._ask(name, "turn", "turn") / self.params.turn_steps
+            except WorkerFailure as failure:
+                self._failed(name, failure)  # before the next one's turn, which may need its memory
+                raise
 
         turns = {name: partial(turn, name) for name in self._running()}
         if not turns:
@@ -147,8 +151,6 @@ class _Race:
         race = interleave(
             turns, self.session.options.budget_s, on_round=lambda number: self.step(f"timing, round {number}")
         )
-        for name, failure in race.failures.items():
-            self._failed(name, failure)
         for name in self._running():
             lane = self.lanes[name]
             assert lane.ready is not None

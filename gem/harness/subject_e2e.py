@@ -9,6 +9,7 @@ into pieces, each padded, by the loader's workers, to its own longest history, a
 each. Batches come from reader processes in every step: nobody gets time without input.
 """
 
+import itertools
 import os
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ from gem.data.readers import Batches, Reader
 from gem.data.samples import Samples
 from gem.data.synthetic import Synthetic
 from gem.efficiency import mfu
-from gem.harness.measured import Findings, Metric, Ready, Report, best_batch
+from gem.harness.measured import DoesNotFit, Findings, Metric, Ready, Report, best_batch
 from gem.harness.measured_params import E2eParams
 from gem.harness.worker import Unsupported
 from gem.model import GemModel
@@ -42,7 +43,7 @@ from gem.train.world import World
 BASE = 128  # samples of a base batch, at most
 POOL = 4  # batches that a reader balances at a time
 PREFETCH = 1  # batches that each reader holds ready
-MOST = 0.9  # of the device's memory that the others leave, at the best size of a piece
+MOST = 0.9  # of the device's memory that the others leave: other batches need a little more than the first ones
 
 
 class _Contestant(ABC):
@@ -62,6 +63,7 @@ class _Contestant(ABC):
         assert self.config.data.kind == "synthetic"
         self.source = Synthetic(self.config.data.train)
         self._stream: Iterator[list[Samples]] = iter(())
+        self._peaks: list[tuple[int, float]] = []  # rows of the largest piece and bytes at the peak, by rising size
         if device == "cuda":
             # The harness has its workers compile in one thread, so as not to disturb others' turns; here nobody's turn
             # comes before all have compiled.
@@ -152,16 +154,29 @@ class _Contestant(ABC):
         return PREFETCH * self.params.workers + 1
 
     def _rate(self, size: int) -> float:
-        cuda = self.world.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        seconds = self._timed(self._batches(size))
-        if cuda:
-            # Other batches need a little more: who just fits now is out of memory in some later turn.
-            room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-            if torch.cuda.max_memory_allocated() > MOST * room:
-                raise torch.OutOfMemoryError(f"pieces of {size} leave less than {1 - MOST:.0%} of the memory free")
-        return self.params.step_samples * self.params.turn_steps / seconds
+        stream = self._batches(size)
+        if self.world.device.type != "cuda":
+            return self._samples_per_s(stream)
+        first = next(stream)
+        rows = max(rows_of(piece) for piece in first)
+        rest, room = torch.cuda.memory_allocated(), MOST * _free_bytes()
+        self._check_room(expected_peak(rows, rest, self._peaks), room)
+        torch.cuda.reset_peak_memory_stats()
+        rate = self._samples_per_s(itertools.chain([first], stream))
+        peak = torch.cuda.max_memory_allocated()
+        self._check_room(peak, room)
+        self._peaks.append((rows, peak))
+        return rate
+
+    @staticmethod
+    def _check_room(needed: float, room: float) -> None:
+        # Before it is tried, where that can be told: who runs out of memory amid a step keeps what the step had got to
+        # (gradients, an engine's buckets), and the others have the less of the device.
+        if needed > room:
+            raise DoesNotFit(f"it needs {needed / 2**30:.0f} GiB of {room / 2**30:.0f}")
+
+    def _samples_per_s(self, stream: Iterator[list[Samples]]) -> float:
+        return self.params.step_samples * self.params.turn_steps / self._timed(stream)
 
     def _timed(self, stream: Iterator[list[Samples]]) -> float:
         for _ in range(self._ahead):
@@ -317,6 +332,28 @@ def cut(batch: Samples, size: int, of: Literal["samples", "rows"], padded: bool)
     if len(pieces) == 1 and not padded:
         return [batch]
     return [pad(select(batch, rows)) if padded else select(batch, rows) for rows in pieces]
+
+
+def rows_of(piece: Samples) -> int:
+    """Of its histories, padding included."""
+    return next(iter(piece.sequences["history"].ids.values())).numel()
+
+
+def expected_peak(rows: int, rest: float, peaks: Sequence[tuple[int, float]]) -> float:
+    """Bytes at the peak of a step whose largest piece has ``rows``, from those of smaller ones; ``rest`` between steps.
+
+    On a line through the last two; through the last one and ``rest`` where there is one alone; 0 where there is none.
+    """
+    if not peaks:
+        return 0.0
+    at, peak = peaks[-1]
+    before, less = peaks[-2] if len(peaks) > 1 else (0, rest)
+    return peak if at == before else peak + (peak - less) * (rows - at) / (at - before)
+
+
+def _free_bytes() -> int:
+    """What the device has for this process: free, or kept by torch for reuse, or in use here."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
 def config_of(params: E2eParams, name: str) -> TrainConfig:

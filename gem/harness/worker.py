@@ -350,7 +350,8 @@ def _describe(error: BaseException) -> tuple[str, str, str]:
     if isinstance(error, Unsupported):
         return "skipped", _one_line(text), details
     if is_out_of_memory(error):
-        return "oom", f"out of memory: {_one_line(text) or type(error).__name__}", details
+        facts, _, _ = text.partition("If reserved but unallocated")  # torch's advice, which pushes out who has how much
+        return "oom", f"out of memory: {_one_line(facts) or type(error).__name__}", details
     return "error", f"{type(error).__name__}: {_one_line(text)}", details
 
 

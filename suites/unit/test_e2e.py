@@ -16,7 +16,7 @@ from gem.data.samples import Samples
 from gem.harness import subject_e2e
 from gem.harness.measured import Findings
 from gem.harness.measured_params import E2eParams
-from gem.harness.subject_e2e import DeepSpeedPadded, Gem, TorchPadded, config_of, cut
+from gem.harness.subject_e2e import DeepSpeedPadded, Gem, TorchPadded, config_of, cut, expected_peak, rows_of
 from gem.harness.worker import Worker
 from gem.model.work import Work
 
@@ -208,8 +208,23 @@ def test_padding_by_length_wastes_little():
     batch = random_samples(lengths, [1] * 256)
 
     def rows(pieces: list[Samples]) -> int:
-        return sum(piece.sequences["history"].ids["item"].numel() for piece in pieces)
+        return sum(map(rows_of, pieces))
 
     by_length, by_rows = rows(cut(batch, 16, "samples", True)), rows(cut(batch, 16, "rows", True))
     as_they_come = rows([pad(batch.take(i, i + 16)) for i in range(0, 256, 16)])
     assert sum(lengths) < by_rows < 1.4 * sum(lengths) < by_length < 2.2 * sum(lengths) < as_they_come
+
+
+def test_memory_is_foretold_from_smaller_pieces():
+    assert expected_peak(100, 5.0, []) == 0.0  # the first size is tried
+    assert expected_peak(200, 5.0, [(100, 15.0)]) == 25.0
+    # What a step takes whatever its rows (3 here) is not doubled once there are two sizes.
+    assert expected_peak(400, 5.0, [(100, 18.0), (200, 28.0)]) == 48.0
+    assert expected_peak(200, 5.0, [(100, 18.0), (200, 28.0)]) == 28.0  # the whole step already
+    assert expected_peak(200, 5.0, [(200, 28.0), (200, 28.0)]) == 28.0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_are_those_of_the_histories(padded):
+    batch = random_samples([5, 0, 17], [1, 2, 3])
+    assert rows_of(pad(batch) if padded else batch) == (3 * 24 if padded else 22)

@@ -8,11 +8,12 @@ import pytest
 
 from gem.harness import measured_params
 from gem.harness.case import MeasuredCase, build_cases
-from gem.harness.measured import best_batch
+from gem.harness.measured import DoesNotFit, best_batch
 from gem.harness.results import Document, Row, case_status, own_status
 from gem.harness.runner import RunOptions, open_session, run, run_case
 from gem.harness.table import summarise
 from gem.harness.timing import summarize
+from gem.harness.worker import Worker
 
 FILE = Path("suites/throughput/regression.toml")
 PARAMS = {"batches": [16, 64, 256], "check_batch": 8, "tolerance": 1e-4, "turn_steps": 2}
@@ -92,6 +93,27 @@ def test_every_faulty_peer_is_a_row_without_a_ratio_and_the_others_race_on() -> 
     assert summarise(Document(rows=rows)).peers_in_trouble == len(FAULTS)
 
 
+def test_who_fails_in_its_turn_is_gone_before_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a contestant holds, on a GPU gigabytes of what it had got to, is the next one's to use."""
+    told: list[tuple[str, str]] = []
+    call, kill = Worker.call, Worker.kill
+
+    def called(worker: Worker, method: str, *args: Any, **given: Any) -> Any:
+        told.append((method, worker.name))
+        return call(worker, method, *args, **given)
+
+    def killed(worker: Worker) -> None:
+        told.append(("kill", worker.name))
+        kill(worker)
+
+    monkeypatch.setattr(Worker, "call", called)
+    monkeypatch.setattr(Worker, "kill", killed)
+    rows = rows_of(declare("toofast", "rowbyrow", params={"batches": [16]}))
+    assert pick(rows, "toofast", "qps").status == "error" and pick(rows, "rowbyrow", "qps").status == "pass"
+    at = told.index(("turn", "toofast"))
+    assert told[at + 1 : at + 3] == [("kill", "toofast"), ("turn", "rowbyrow")]
+
+
 def test_a_ratio_that_was_expected_and_does_not_exist_fails_the_case() -> None:
     rows = rows_of(declare("otherrate", expect={"ratio_to.otherrate": ">= 0.1"}, params={"batches": [16]}))
     (bad,) = [row for row in rows if row.impl == "gem" and row.status == "fail"]
@@ -129,6 +151,8 @@ def test_the_best_size_is_the_fastest_that_fits() -> None:
     told: list[tuple[int, int]] = []
 
     def rate(size: int) -> float:
+        if size > 64:
+            raise DoesNotFit("it needs 9 GiB of 8")
         if size > 32:
             raise MemoryError
         return {8: 10.0, 16: 30.0, 32: 20.0}[size]
@@ -136,6 +160,8 @@ def test_the_best_size_is_the_fastest_that_fits() -> None:
     ready = best_batch([8, 16, 32, 64, 128], rate, lambda done, total: told.append((done, total)))
     assert (ready.batch, ready.tried, ready.note) == (16, {8: 10.0, 16: 30.0, 32: 20.0}, "64 does not fit")
     assert told[0] == (0, 5) and told[-1] == (5, 5)
+    told_why = best_batch([8, 32, 128], rate, lambda done, total: None)
+    assert (told_why.batch, told_why.note) == (32, "128 does not fit: it needs 9 GiB of 8")
     with pytest.raises(MemoryError):
         best_batch([64], rate, lambda done, total: None)
     with pytest.raises(KeyError):  # a mistake is no out-of-memory
