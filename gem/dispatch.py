@@ -29,6 +29,8 @@ class Call(NamedTuple):
     dtype: torch.dtype
     heads: int
     head_dim: int
+    masked: bool = False  # causal or window
+    readable: bool = True  # by a GPU's copy engine: the strides of q, k and v allow it
 
 
 @dataclass(frozen=True)

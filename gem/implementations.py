@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gem import with_triton
+from gem import with_gluon, with_triton
 from gem.efficiency import window_edges
 from gem.portable import block, pointwise, softmax
 from gem.portable.batch import Spec
@@ -102,6 +102,7 @@ TABLE: dict[str, dict[str, Implementation]] = {
         "triton": Implementation(
             with_triton.gdpa, with_triton.gdpa_backward, with_triton.refuses, with_triton.not_by_itself
         ),
+        "gluon": Implementation(with_gluon.gdpa, with_gluon.gdpa_backward, with_gluon.refuses),
     },
     "block_attention": {
         "torch": Implementation(block.forward, block.backward),

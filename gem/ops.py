@@ -22,6 +22,7 @@ from gem.arguments import Inputs, block_size, flag, flat_bias, flatten, length, 
 from gem.bias import Bias
 from gem.dispatch import Call, Choice, choose, log
 from gem.jagged import to_nested
+from gem.with_gluon import readable
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_taylor", "silu", "relu", "relu_squared", "identity")
 
@@ -163,7 +164,7 @@ def _prepare_jagged_attention(
     args = (
         x.q, x.k, x.v, x.q_offsets, x.k_offsets, max_q_len, max_k_len, causal, left, right, scale, *bias_tensors
     )  # fmt: skip
-    return _choose(op, x, impl), args, x
+    return _choose(op, x, impl, masked=causal or left >= 0 or right >= 0), args, x
 
 
 def _prepare_gdpa(
@@ -185,7 +186,7 @@ def _prepare_gdpa(
         length(op, "max_k_len", max_k_len), activation, number(op, "qk_scale", qk_scale),
         number(op, "out_scale", out_scale), causal, left, right,
     )  # fmt: skip
-    return _choose(op, x, impl), args, x
+    return _choose(op, x, impl, masked=causal or left >= 0 or right >= 0), args, x
 
 
 def _prepare_block_attention(
@@ -205,9 +206,11 @@ def _prepare_block_attention(
     return _choose(op, x, impl), args, x
 
 
-def _choose(op: str, x: Inputs, impl: str) -> Choice:
+def _choose(op: str, x: Inputs, impl: str, masked: bool = False) -> Choice:
     _, heads, head_dim = x.q.shape
-    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim)
+    device = x.q.device.type
+    fits = device != "cuda" or op != "gdpa" or readable(x.q, x.k, x.v)
+    call = Call(op, device, x.q.dtype, heads, head_dim, masked, fits)
     if torch.compiler.is_compiling():
         return choose(call, impl)
     # On a CPU the choice follows TRITON_INTERPRET, which may change.

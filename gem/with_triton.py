@@ -75,7 +75,7 @@ def _not_interpreted() -> str | None:
     )
 
 
-def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever the tensors' own."""
     if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return _HERE
@@ -103,7 +103,7 @@ def jagged_attention(
     """(out [T, H, D], log-sum-exp [H, T] in base 2)."""
     ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
-    with _on_device_of(q):
+    with on_device_of(q):
         return ops.attention_forward(q, k, v, batch, qk_scale=scale, bias=_bias(bias))
 
 
@@ -115,7 +115,7 @@ def jagged_attention_backward(
     ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     given = _bias(bias)
-    with _on_device_of(q):
+    with on_device_of(q):
         dq, dk, dv, d_bias = ops.attention_backward(d_out, q, k, v, out, lse, batch, qk_scale=scale, bias=given)
     if d_bias is not None and given is not None:
         name = "dense" if given.kind == "dense" else f"{given.kind}_table"
@@ -148,7 +148,7 @@ def gdpa(
     ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
-    with _on_device_of(q):
+    with on_device_of(q):
         return ops.attention_forward(q, k, v, batch, **how)[0]
 
 
@@ -160,7 +160,7 @@ def gdpa_backward(
     ops = _kernels()
     batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
     how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
-    with _on_device_of(q):
+    with on_device_of(q):
         return ops.attention_backward(d_out, q, k, v, None, None, batch, **how)[:3]
 
 
@@ -173,7 +173,7 @@ def block_attention(
     """out [T, H, D]."""
     from gem.kernels.block_attention import block_attention_forward
 
-    with _on_device_of(q):
+    with on_device_of(q):
         return block_attention_forward(q, k, v, offsets, block, rope, scale)
 
 
@@ -184,5 +184,5 @@ def block_attention_backward(
     """(dq, dk, dv)."""
     from gem.kernels.block_attention import block_attention_backward
 
-    with _on_device_of(q):
+    with on_device_of(q):
         return block_attention_backward(d_out, q, k, v, offsets, block, rope, scale)

@@ -34,18 +34,19 @@ class Launch:
     The first two runs go Triton's way, which looks at each argument to decide what to compile: 60 to 100 us of Python
     for these kernels. Arguments of one kind decide the same, so later runs call at once what these compiled.
     Constants come last in the kernel's signature and in its order. ``ragged``: which of the tensors the kernel takes as
-    descriptors (``ragged()``), and the rows of the tiles that it reads from them.
+    descriptors (``ragged()``), and the rows of the tiles that it reads from them; ``layout``: a Gluon kernel's, of such
+    tiles in shared memory.
     """
 
     def __init__(
         self, kernel: Any, *, warps: int, stages: int = 1, registers: int | None = None,
-        ragged: dict[int, int] | None = None, **constants: Any,
+        ragged: dict[int, int] | None = None, layout: Any = None, **constants: Any,
     ) -> None:  # fmt: skip
         if tuple(kernel.arg_names[-len(constants) :]) != tuple(constants):
             raise TypeError(f"{kernel.__name__} does not end in {', '.join(constants)}: they are passed by position")
         self.kernel, self.constants = kernel, tuple(constants.values())
         self.options = constants | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-        self.ragged = ragged or {}
+        self.ragged, self.layout = ragged or {}, layout
         self.ran = False  # once before: those that nobody remembers never run again
         self.ready: _Ready | None = None
 
@@ -54,7 +55,7 @@ class Launch:
         if self.ready is not None and not _hooked() and not _compiling.get():
             self.ready.run(grid[0], arguments)
             return
-        given = tuple(ragged(x, self.ragged[i]) if i in self.ragged else x for i, x in enumerate(arguments))
+        given = tuple(self._given(i, x) for i, x in enumerate(arguments))
         if _compiling.get():
             self.kernel.warmup(*given, grid=grid, **self.options)
         else:
@@ -62,6 +63,9 @@ class Launch:
             if self.ran and len(grid) == 1 and not _hooked():
                 self.ready = _Ready.of(compiled, given, self.constants)
             self.ran = True
+
+    def _given(self, position: int, x: Any) -> Any:
+        return ragged(x, self.ragged[position], self.layout) if position in self.ragged else x
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class _Ready:
         launcher, wrapper = compiled.run, compiled.run.launch
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
-        at = [i for i, x in enumerate(arguments) if isinstance(x, TensorDescriptor)]
+        at = [i for i, x in enumerate(arguments) if hasattr(x, "block_shape")]  # Triton's descriptors and Gluon's
         descriptors = []
         if at:
             hidden = inspect.getclosurevars(wrapper).nonlocals
@@ -248,17 +252,19 @@ def tma_fits(*tensors_THD: Tensor) -> bool:
 
 
 def _tma_fits(x: Tensor) -> bool:
-    rows, _, head_dim = x.shape
+    rows, heads, head_dim = x.shape
     row_bytes = x.stride(0) * x.element_size()
     return (
-        x.element_size() == 2 and head_dim == tile_dim(head_dim) and x.stride(2) == 1 and x.stride(1) == head_dim
-        and row_bytes % 16 == 0 and 0 < row_bytes < _MOST_TMA_STRIDE
+        x.element_size() == 2 and head_dim == tile_dim(head_dim) and x.stride(2) == 1
+        and (x.stride(1) == head_dim or heads == 1) and row_bytes % 16 == 0 and 0 < row_bytes < _MOST_TMA_STRIDE
         and x.data_ptr() % 16 == 0 and 0 < rows <= MOST_TMA_ROWS
     )  # fmt: skip
 
 
-def ragged(x_THD: Tensor, block: int) -> TensorDescriptor:
+def ragged(x_THD: Tensor, block: int, layout: Any = None) -> Any:
     """A descriptor of x as [T, H * D] from which tiles of any sample are read with zeros behind its end.
+
+    Gluon's kind with a ``layout``, else Triton's. What is stored through it stops at the sample's end likewise.
 
     The trick is that of triton.tools.ragged_tma (addresses wrap at 64 bits): two leading dimensions shift the start so
     that the sample's end lies at row 2**30, where the hardware's bounds check cuts.
@@ -266,9 +272,18 @@ def ragged(x_THD: Tensor, block: int) -> TensorDescriptor:
     _, heads, head_dim = x_THD.shape
     stride = x_THD.stride(0)
     # Without its __init__, which checks what tma_fits has checked: 8 us a descriptor.
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor: Any = object.__new__(TensorDescriptor if layout is None else _gluon_descriptor())
     descriptor.base, descriptor.padding = x_THD, "zero"
     descriptor.shape = [_ANY, _ANY, MOST_TMA_ROWS, heads * head_dim]
     descriptor.strides = [2**34 - stride, stride, stride, 1]
     descriptor.block_shape = [1, 1, block, head_dim]
+    if layout is not None:
+        descriptor.layout = layout
     return descriptor
+
+
+@functools.cache
+def _gluon_descriptor() -> type:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor

@@ -75,11 +75,6 @@ ATTENTION_ERRORS = {
     "window size": ({}, {**BOTH, "window": (1,)}, r"window must be \(left, right\)"),
     "window side": ({}, {**BOTH, "window": (-2, 0)}, r"window sides must be whole numbers >= 0 and < 2\*\*31, or -1"),
     "impl": ({}, {**BOTH, "impl": "cuda"}, "impl='cuda'; accepted are 'auto', 'reference', 'torch', 'triton', 'gluon'"),
-    "no such kernel": (
-        {},
-        {**BOTH, "impl": "gluon"},
-        "impl='gluon' cannot run it: gem has no gluon kernel .* can run it: reference, torch",
-    ),
 }
 
 
@@ -130,6 +125,16 @@ ONLY_ERRORS = {
         "jagged_attention",
         {**BOTH, "bias": gem.TimeBias.log2(TABLE, torch.zeros(8).long(), torch.zeros(6).long())},
         "k_times must hold one time a row, 7; got 6",
+    ),
+    "no such kernel": (
+        "jagged_attention",
+        {**BOTH, "impl": "gluon"},
+        "impl='gluon' cannot run it: gem has no gluon kernel .* can run it: reference, torch",
+    ),
+    "no Hopper": (
+        "gdpa",
+        {**BOTH, "impl": "gluon"},
+        r"impl='gluon' cannot run it: .* \(Hopper\), not for cpu; can run it: reference, torch",
     ),
     "activation": ("gdpa", {**BOTH, "activation": "swish"}, "activation='swish'; accepted are gelu, gelu_tanh"),
     "qk_scale": ("gdpa", {**BOTH, "qk_scale": "1"}, "qk_scale must be a finite number, got '1'"),

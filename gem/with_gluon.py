@@ -1,0 +1,113 @@
+"""impl="gluon": GDPA on the kernels of gem.kernels.hopper, and where those run.
+
+Forward by Gluon kernels; the backward is that of impl="triton", by the kernels there, until there is one in Gluon.
+
+Legend: T rows of all samples, H heads, D head_dim.
+"""
+
+import functools
+import importlib.util
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gem.efficiency import window_edges
+from gem.with_triton import gdpa_backward, on_device_of
+
+if TYPE_CHECKING:
+    from gem.dispatch import Call
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_DIMS = (64, 128)
+_HOPPER = (9, 0)
+_OLDEST_TRITON = (3, 6)
+
+
+def refuses(call: "Call") -> str | None:
+    """Why the kernels cannot run a call, or None."""
+    if reason := _no_device(call.device):
+        return reason
+    if call.dtype not in _DTYPES:
+        return f"the Gluon kernels take bfloat16 and float16, not {str(call.dtype).removeprefix('torch.')}"
+    if call.head_dim not in _HEAD_DIMS:
+        return f"the Gluon kernels take head_dim 64 and 128, not {call.head_dim}"
+    if call.masked:
+        return "the Gluon kernels know no causal or window mask"
+    if not call.readable:
+        return (
+            "the Gluon kernels read q, k and v through the copy engine: the heads of a row must lie side by side, "
+            "and rows a multiple of 16 bytes apart"
+        )
+    return None
+
+
+def readable(*tensors_THD: Tensor) -> bool:
+    """Whether the copy engine can read tiles of tensors of these strides. (At any address: odd ones are copied.)"""
+    return all(_readable(x) for x in tensors_THD)
+
+
+def _readable(x: Tensor) -> bool:
+    row, head, element = x.stride()
+    heads, head_dim = x.shape[1:]
+    return element == 1 and (head == head_dim or heads == 1) and row * x.element_size() % 16 == 0 and 0 < row < 2**34
+
+
+@torch.compiler.assume_constant_result  # asked while torch.compile traces, it is answered and not traced
+def _no_device(device: str) -> str | None:
+    return _look(device, os.environ.get("TRITON_INTERPRET", "0"))
+
+
+@functools.cache
+def _look(device: str, interpret: str) -> str | None:
+    if device != "cuda" or torch.version.cuda is None:
+        return f"the Gluon kernels are for NVIDIA GPUs of compute capability 9.0 (Hopper), not for {device}"
+    capability = torch.cuda.get_device_capability()
+    if capability != _HOPPER:
+        return (
+            f"the Gluon kernels are for compute capability 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'gem-recsys[triton]')"
+    return _too_old(_triton_version()) or _interpreted(interpret)
+
+
+def _too_old(version: str) -> str | None:
+    major, minor = (int(x) for x in version.split(".")[:2])
+    if (major, minor) < _OLDEST_TRITON:
+        return f"the Gluon kernels need triton 3.6 or newer, this is {version}"
+    return None
+
+
+def _interpreted(interpret: str) -> str | None:
+    return None if interpret in ("", "0") else "TRITON_INTERPRET is set, and Gluon has no interpreter"
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """gem.kernels.hopper.ops. (An import statement, though it finds the module loaded, costs a microsecond a call.)"""
+    from gem.kernels.hopper import ops
+
+    return ops
+
+
+def gdpa(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *, activation: str, qk_scale: float,
+    out_scale: float, causal: bool, window: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """out [T, H, D]."""
+    ops = _kernels()
+    batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
+    with on_device_of(q):
+        return ops.gdpa_forward(q, k, v, batch, activation=activation, qk_scale=qk_scale, out_scale=out_scale)
+
+
+__all__ = ["gdpa", "gdpa_backward", "readable", "refuses"]

@@ -1,0 +1,73 @@
+"""GDPA of impl="gluon": from a call to the kernel that runs it, and its launch.
+
+Arguments of the forwards' kernels, in this order: descriptors of q, k, v and the output (launch.ragged); the tile list;
+jobs (its entries times heads), heads, programs; ``shared``, the queries that all samples have in common or 0; qk_scale,
+out_scale. Programs are persistent, at most one a multiprocessor.
+
+Legend: T rows of all samples, H heads, D head_dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gem.kernels import launch
+from gem.kernels.hopper import gdpa_long, gdpa_short
+from gem.kernels.hopper.choose import Variant, choose
+from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
+from gem.kernels.ops import jagged_batch
+from gem.kernels.schedule import Batch
+
+_LAUNCH_OF = {"long": gdpa_long.launch_of, "short": gdpa_short.launch_of}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was decided for calls of one kind."""
+
+    variant: Variant
+    launch: Launch
+
+
+def gdpa_forward(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch, *, activation: str, qk_scale: float,
+    out_scale: float = 1.0, variant: Variant | None = None,
+) -> Tensor:  # fmt: skip
+    """out [T, H, D] of a batch without a mask, bf16 or fp16, D 64 or 128. ``variant``: chosen by the lengths if None.
+
+    Rows behind the last offset are 0, as are those of samples without keys. ``batch.shared`` queries are [shared, H, D]
+    and the output [B * shared, H, D]. Tensors that the copy engine cannot read (launch.tma_fits) are copied first.
+    """
+    rows, heads, head_dim = q_THD.shape
+    shared = batch.shared if batch.q_offsets is None else 0
+    if batch.q_offsets is None:
+        rows = shared * batch.size
+    out = q_THD.new_empty((rows, heads, head_dim)) if shared else empty_like(q_THD)
+    if rows == 0:
+        return out
+    if k_THD.shape[0] == 0:
+        return out.zero_()
+    variant = variant or choose(batch, head_dim)
+    kind = kind_of(batch, q_THD, k_THD, v_THD)
+    key = ("gluon forward", kind, activation, variant)
+    plan = PLANS.get(key)
+    if plan is None:
+        if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
+            raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
+        q_THD, k_THD, v_THD = (x if tma_fits(x) else _copy(x) for x in (q_THD, k_THD, v_THD))
+        plan = _Plan(variant, _LAUNCH_OF[variant.kernel](variant, head_dim, activation, folds(activation, q_THD)))
+        if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # copies have other strides than the call
+            remember(key, plan)
+    tiles = batch.tiles("q", plan.variant.rows)
+    jobs = tiles.shape[0] * heads
+    programs = min(jobs, launch.multiprocessors(tiles.device))
+    plan.launch((programs,), q_THD, k_THD, v_THD, out, tiles, jobs, heads, programs, shared, qk_scale, out_scale)
+    return out
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+__all__ = ["gdpa_forward", "jagged_batch"]

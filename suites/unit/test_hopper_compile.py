@@ -1,0 +1,95 @@
+"""What the Gluon forwards of GDPA compile to for sm_90, through their real launcher; nothing runs."""
+
+import functools
+import importlib.util
+import os
+import re
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: there is nothing to compile with", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    pytest.skip("TRITON_INTERPRET is set: Triton interprets and compiles nothing", allow_module_level=True)
+
+from attention_laws import offsets
+from compiled import SHARED_LIMIT, Resources, compiling_for
+
+from gem.kernels.hopper.ops import gdpa_forward
+from gem.kernels.schedule import Batch
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# Lengths of queries and keys, and shared queries, that get each kernel.
+LENGTHS = {
+    "long": ([2000, 1000], [2000, 1000], 0),
+    "few": ([32] * 8, [1000] * 8, 0),
+    "pma": ([32] * 8, [1000] * 8, 32),
+    "short": ([900] * 4, [100] * 4, 0),
+}
+KERNEL = {"long": ("_gdpa_long", 1), "few": ("_gdpa_long", 2), "pma": ("_gdpa_long", 2), "short": ("_gdpa_short", None)}
+MOST_SPILLED = 64  # bytes a thread
+CASES = [
+    (name, head_dim, dtype, activation)
+    for name in ("long", "few", "short")
+    for head_dim in (64, 128)
+    for dtype, activation in ((BF16, "gelu_taylor"), (BF16, "silu"), (FP16, "silu"), (FP16, "gelu"))
+]
+
+
+@functools.cache
+def compiled(name: str, head_dim: int, dtype: torch.dtype, activation: str) -> Resources:
+    """The one kernel of a call."""
+    q_lens, k_lens, shared = LENGTHS[name]
+    q = torch.empty((shared or sum(q_lens), 2, head_dim), dtype=dtype)
+    k = torch.empty((sum(k_lens), 2, head_dim), dtype=dtype)
+    q_offsets = None if shared else offsets(q_lens)
+    batch = Batch(q_offsets, offsets(k_lens), q.shape[0], k.shape[0], shared=shared)
+    with compiling_for(90) as found:
+        out = gdpa_forward(q, k, torch.empty_like(k), batch, activation=activation, qk_scale=0.1)
+    assert out.shape == (sum(q_lens), 2, head_dim)
+    (kernel,) = found
+    return kernel
+
+
+def identify(value) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("name", "head_dim", "dtype", "activation"), CASES, ids=identify)
+def test_a_call_gets_its_kernel_and_nothing_holds_it_up(name, head_dim, dtype, activation):
+    kernel = compiled(name, head_dim, dtype, activation)
+    assert (kernel.name, kernel.constants.get("LANES")) == KERNEL[name]
+    assert kernel.constants["FOLD"] == (dtype == FP16)
+    assert kernel.shared <= SHARED_LIMIT[90]
+    assert kernel.spilled <= MOST_SPILLED
+    assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_products_and_copies_run_on_the_units_made_for_them(name):
+    ptx = compiled(name, 128, BF16, "gelu_taylor").ptx
+    kind = {"long": "m64n128k16", "short": "m64n64k16"}.get(name, "m64n64k16")  # of the scores
+    assert f"wgmma.mma_async.sync.aligned.{kind}" in ptx
+    assert "cp.async.bulk.tensor.4d.shared" in ptx  # loads
+    assert "cp.async.bulk.tensor.4d.global" in ptx  # stores
+    assert ptx.count("setmaxnreg") >= 3  # a share of the registers for each kind of warp
+    assert "mma.sync" not in ptx and "ld.global.v4" not in ptx
+    assert not re.search(r"^\s*(@\S+\s+)?(atom|red)\.", ptx, re.MULTILINE)  # the same bits every run
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu_squared"])
+def test_no_bound_hides_nan(activation):
+    """A GPU's plain max takes the other number where one is NaN."""
+    assert "max.NaN.f32" in compiled("short", 64, BF16, activation).ptx
+
+
+@pytest.mark.parametrize("activation", ["identity", "gelu_tanh"])
+def test_every_activation_compiles(activation):
+    assert compiled("long", 64, BF16, activation).spilled <= MOST_SPILLED
+
+
+@pytest.mark.parametrize(("dtype", "fitted"), [(BF16, True), (FP16, False)])
+def test_bf16_alone_takes_the_fitted_gelu(dtype, fitted):
+    """It is good to 8 bits. The exact one has no reciprocal."""
+    assert ("rcp.approx.ftz.f32" in compiled("short", 64, dtype, "gelu").ptx) is fitted
