@@ -89,7 +89,7 @@ def gdpa(
     """Generalized dot-product attention: out_scale * act(qk_scale * q k^T) v inside each sample.
 
     Shapes as in ``jagged_attention``. ``activation``: gelu (erf), gelu_tanh, gelu_taylor (6th order), silu, relu,
-    relu_squared, identity; in bf16 the Triton kernels' gelu is a fitted one (8.4e-5 off). With ``broadcast_q`` q is
+    relu_squared, identity; in bf16 the Triton and Gluon kernels' gelu is a fitted one (8.4e-5 off). With ``broadcast_q`` q is
     [N, H, D], shared by all samples (PMA); give the keys' offsets alone (either argument); returns [B * N, H, D].
 
     Raises ValueError for bad arguments. The oracle is ``gem.reference.gdpa``.
@@ -208,9 +208,8 @@ def _prepare_block_attention(
 
 def _choose(op: str, x: Inputs, impl: str, masked: bool = False) -> Choice:
     _, heads, head_dim = x.q.shape
-    device = x.q.device.type
-    fits = device != "cuda" or op != "gdpa" or readable(x.q, x.k, x.v)
-    call = Call(op, device, x.q.dtype, heads, head_dim, masked, fits)
+    # Strides are asked for where an implementation looks at them: not a microsecond of each call of the other ops.
+    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim, masked, op != "gdpa" or readable(x.q, x.k, x.v))
     if torch.compiler.is_compiling():
         return choose(call, impl)
     # On a CPU the choice follows TRITON_INTERPRET, which may change.

@@ -76,7 +76,7 @@ def ops_page() -> str:
     functions = sorted((one for one in public if inspect.isfunction(one)), key=lambda one: one.__name__ == "explain")
     classes = [one for one in public if inspect.isclass(one)]
     others = dispatch.IMPLEMENTATIONS[1:]  # the first is the oracle, which has them all
-    rows = [[f"`{op}`", "yes", *("yes" if one in TABLE[op] else "–" for one in others)] for op in TABLE]
+    rows = [[f"`{op}`", "yes", *(_has(TABLE[op].get(one)) for one in others)] for op in TABLE]
     made = table(["op", *dispatch.IMPLEMENTATIONS], rows)
     parts = [_module_doc(ops)]
     for one in functions:
@@ -89,6 +89,12 @@ def ops_page() -> str:
                 shown = _signature(getattr(one, name), f"{one.__name__}.{name}")
                 parts += [f"```python\n{shown}\n```", _doc(getattr(one, name))]
     return _page("Ops", *parts)
+
+
+def _has(found: Any) -> str:
+    if found is None:
+        return "–"
+    return f"yes ({found.note})" if found.note else "yes"
 
 
 def _signature(function: Callable[..., Any], name: str = "") -> str:

@@ -65,8 +65,9 @@ def implementation_reasons(facts: Facts) -> dict[tuple[str, str], str | None]:
 
         from gem import dispatch
 
+        # In a type and shape that all of them take.
         return {
-            (subject, one): dispatch.refusal(dispatch.Call(subject, facts.device, torch.float32, 4, 64), one)
+            (subject, one): dispatch.refusal(dispatch.Call(subject, facts.device, torch.bfloat16, 4, 64), one)
             for subject, one in pairs
         }
     except Exception as error:  # torch without its shared libraries fails in many ways, and telling so is our job

@@ -44,12 +44,22 @@ class SubjectParams(Params):
     compile: bool = False  # call the op under torch.compile(fullgraph=True)
     seed: int = 0  # of the values; the lengths have their own seed in the fixture
 
+    @property
+    def masked(self) -> bool:
+        """Whether a mask hides keys of a query's own sample."""
+        return False
+
 
 class MaskedParams(SubjectParams):
     """Subjects with a causal mask and a window, both aligned at the bottom right; -1 = unlimited."""
 
     causal: bool = False
     window: Window = (-1, -1)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask hides keys of a query's own sample."""
+        return self.causal or max(self.window) >= 0
 
 
 class JaggedAttentionParams(MaskedParams):

@@ -61,6 +61,8 @@ def gdpa_forward(
             remember(key, plan)
     tiles = batch.tiles("q", plan.variant.rows)
     jobs = tiles.shape[0] * heads
+    if jobs >= 2**31:
+        raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} tiles and heads; accepted: up to 2**31")
     programs = min(jobs, launch.multiprocessors(tiles.device))
     plan.launch((programs,), q_THD, k_THD, v_THD, out, tiles, jobs, heads, programs, shared, qk_scale, out_scale)
     return out

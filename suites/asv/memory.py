@@ -45,7 +45,8 @@ def call(case: Case, impl: str, device: str) -> None:
     from gem.harness.subjects import Subject, build_inputs
 
     params = case.params
-    wanted = dispatch.Call(case.subject, device, getattr(torch, params.dtype), params.heads, params.head_dim)
+    dtype = getattr(torch, params.dtype)
+    wanted = dispatch.Call(case.subject, device, dtype, params.heads, params.head_dim, params.masked)
     if reason := dispatch.refusal(wanted, impl):
         raise SkipNotImplemented(reason)
     inputs = build_inputs(case.subject, params, load_profile(case.fixture).draw(), device)

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 import triton
 from attention_laws import offsets
 from triton.backends.nvidia import driver as nvidia
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from gem.kernels import launch
 from gem.kernels.ops import jagged_batch
@@ -58,7 +59,8 @@ def test_tensors_at_odd_addresses_are_of_no_kind():
     assert kind(None, torch.zeros(2 * 40 * 16 + 4, dtype=torch.bfloat16)[4:].view(40, 2, 16), ROWS) is None
 
 
-def test_the_short_way_passes_what_tritons_own_passes():
+@pytest.mark.parametrize("layout", [None, NVMMASharedLayout(32, 16, 4)], ids=["Triton", "Gluon"])
+def test_the_short_way_passes_what_tritons_own_passes(layout):
     """Triton's wrapper around a launcher, with the launcher and the encoding of descriptors recorded and not run."""
     seen: list[tuple[Any, ...]] = []
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 16], "fp4_padded": False}
@@ -71,7 +73,7 @@ def test_the_short_way_passes_what_tritons_own_passes():
     compiled: Any = SimpleNamespace(run=launcher, function=1234, packed_metadata="resources")
     active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda *a: ("map", *map(repr, a))))
     k, v = torch.zeros(40, 2, 16, dtype=torch.bfloat16), torch.zeros(40, 2, 16, dtype=torch.bfloat16)
-    made = [ROWS, launch.ragged(k, 64), 7, launch.ragged(v, 64)]
+    made = [ROWS, launch.ragged(k, 64, layout), 7, launch.ragged(v, 64, layout)]
     with (
         mock.patch.object(triton.runtime.driver, "_active", active),
         mock.patch("torch.cuda.current_device", lambda: 0),
