@@ -89,7 +89,7 @@ def gdpa(
     """Generalized dot-product attention: out_scale * act(qk_scale * q k^T) v inside each sample.
 
     Shapes as in ``jagged_attention``. ``activation``: gelu (erf), gelu_tanh, gelu_taylor (6th order), silu, relu,
-    relu_squared, identity; in bf16 the Triton and Gluon kernels' gelu is a fitted one (8.4e-5 off). With ``broadcast_q`` q is
+    relu_squared, identity; in bf16 the gelu of triton and gluon is a fitted one (8.4e-5 off). With ``broadcast_q`` q is
     [N, H, D], shared by all samples (PMA); give the keys' offsets alone (either argument); returns [B * N, H, D].
 
     Raises ValueError for bad arguments. The oracle is ``gem.reference.gdpa``.

@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
     pytest.skip("kernels in Gluon are neither there without triton nor interpreted", allow_module_level=True)
 
 from gem.kernels import launch
-from gem.kernels.hopper import ops
+from gem.kernels.hopper import ops, parts
 from gem.kernels.hopper.choose import choose as choose_variant
 from gem.kernels.schedule import Batch
 
@@ -145,6 +145,25 @@ def test_a_call_on_tensors_of_a_gpu(hopper, monkeypatch, arguments, impl):
         assert shared.shape == (30, 2, 64)
 
 
+def test_a_compiled_call_chooses_it_too(monkeypatch):
+    """The kernel's place is taken by impl="torch"; other lengths compile nothing anew."""
+    asked = []
+
+    def forward(q, k, v, batch, **how) -> torch.Tensor:
+        asked.append(q.shape[0])
+        return gem.gdpa(q, k, v, batch.q_offsets, batch.k_offsets, impl="torch", **how)
+
+    monkeypatch.setattr(with_gluon, "_no_device", lambda device: None)
+    monkeypatch.setattr(ops, "gdpa_forward", forward)
+    compiled = torch.compile(gem.gdpa, fullgraph=True, backend="eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lens in ([30, 7], [2, 80]):
+            q = rows(sum(lens))
+            out = compiled(q, q, q, offsets(lens), activation="silu")
+            assert torch.equal(out, gem.gdpa(q, q, q, offsets(lens), activation="silu", impl="torch"))
+    assert asked == [37, 82]
+
+
 # -- which kernel ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +184,20 @@ def test_lengths_choose_the_kernel(fixture, kernel, lanes, head_dim):
     batch = Batch(q_offsets, edges, lengths.tokens_q, lengths.tokens_k, shared=lengths.queries or 0)
     variant = choose_variant(batch, head_dim)
     assert (variant.kernel, variant.lanes) == (kernel, lanes)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("programs", [1, 3, 132])
+def test_each_job_is_dealt_once_and_shares_differ_little(monkeypatch, programs, lanes):
+    """Jobs whose work falls evenly, as the list has them: no lane gets more than one job's fall beyond the others."""
+    turns, shares = 6, []
+    for program in range(programs):
+        monkeypatch.setattr(parts.gl, "program_id", lambda axis, program=program: program)
+        for lane in range(lanes):
+            shares.append([parts.dealt.fn(turn, lane, programs, lanes) for turn in range(turns)])
+    assert sorted(job for share in shares for job in share) == list(range(turns * programs * lanes))
+    assert all(share == sorted(share) for share in shares)  # a job that is not there ends a lane's work
+    assert len({sum(share) for share in shares}) == 1
 
 
 @pytest.fixture
