@@ -6,8 +6,10 @@ Legend: T rows of all samples, H heads, D head_dim.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
+import re
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
 _HOPPER = (9, 0)
 _OLDEST_TRITON = (3, 6)
+_NAMES = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")  # that the kernels import
 
 
 def refuses(call: "Call") -> str | None:
@@ -71,24 +74,25 @@ def _look(device: str, interpret: str) -> str | None:
         )
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'gem-recsys[triton]')"
-    return _too_old(_triton_version()) or _interpreted(interpret)
-
-
-def _too_old(version: str) -> str | None:
-    major, minor = (int(x) for x in version.split(".")[:2])
-    if (major, minor) < _OLDEST_TRITON:
-        return f"the Gluon kernels need triton 3.6 or newer, this is {version}"
-    return None
-
-
-def _interpreted(interpret: str) -> str | None:
-    return None if interpret in ("", "0") else "TRITON_INTERPRET is set, and Gluon has no interpreter"
-
-
-def _triton_version() -> str:
+    if interpret not in ("", "0"):
+        return "TRITON_INTERPRET is set, and Gluon has no interpreter"
     import triton
 
-    return triton.__version__
+    return _unfit(triton.__version__)
+
+
+def _unfit(version: str) -> str | None:
+    """Why a version of triton does not do: Gluon is younger than it, and still changes."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST_TRITON:
+        return f"the Gluon kernels need triton 3.6 or newer, this is {version}"
+    try:
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except ImportError as error:
+        return f"the Gluon of triton {version} is not the one that the kernels are written in: {error}"
+    missing = [name for name in _NAMES if not hasattr(hopper, name)]
+    if missing:
+        return f"the Gluon of triton {version} is not the one that the kernels are written in: no {', '.join(missing)}"
+    return None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,9 +82,20 @@ def test_where_it_runs(monkeypatch, device, capability, interpret, reason):
     ("version", "old"), [("3.5.1", True), ("2.9.0", True), ("3.6.0", False), ("3.10.0+git1", False)]
 )
 def test_an_older_triton_is_refused(version, old):
-    reason = with_gluon._too_old(version)
+    reason = with_gluon._unfit(version)
     assert (reason is not None) is old
     assert not old or f"triton 3.6 or newer, this is {version}" in str(reason)
+
+
+def test_a_triton_whose_gluon_lacks_something_is_refused(monkeypatch):
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    monkeypatch.delattr(hopper, "warpgroup_mma")
+    assert "triton 3.9.0 is not the one that the kernels are written in: no warpgroup_mma" in str(
+        with_gluon._unfit("3.9.0")
+    )
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", None)
+    assert "triton 3.9.0 is not the one" in str(with_gluon._unfit("3.9.0"))
 
 
 def test_without_triton_it_says_how_to_get_it(monkeypatch):
