@@ -72,10 +72,11 @@ def _consumer(
     if valid:
         mbarrier.wait(q_full.index(0), 0)
         q = q_s.index(0).reshape([2 * M, D]).slice(HALF * M, M, 0).load(Q_L)
-        mbarrier.arrive(q_empty.index(0), count=1)
         mbarrier.wait(full.index(0), 0)
         s = warpgroup_mma(q, k_s.index(0).reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
+        # Not before a product has used them: a copy that is mostly zeros can be there before they have been read.
+        mbarrier.arrive(q_empty.index(0), count=1)
         p = gl.convert_layout(weights_of(s, scale, out_scale, ACT, FOLD, dtype).to(dtype), P_L, assert_trivial=True)
     while valid:
         kept = n <= STAGES  # keys and values stay for the job's next part
@@ -112,12 +113,12 @@ def _consumer(
         if valid:
             mbarrier.wait(q_full.index(t % 2), (t // 2) & 1)
             q = q_s.index(t % 2).reshape([2 * M, D]).slice(HALF * M, M, 0).load(Q_L)
-            mbarrier.arrive(q_empty.index(t % 2), count=1)
             stage = base % STAGES
             mbarrier.wait(full.index(stage), (base // STAGES) & 1)
             s_f = warpgroup_mma(q, k_s.index(stage).reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
             acc_f = warpgroup_mma(p, v_s.index(before).reshape([N, D]), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_f])
+            mbarrier.arrive(q_empty.index(t % 2), count=1)
             w = weights_of(s, scale, out_scale, ACT, FOLD, dtype)
             acc = warpgroup_mma_wait(0, deps=[acc_f])
             mbarrier.arrive(empty.index(before), count=1, pred=leaving)
