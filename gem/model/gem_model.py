@@ -131,7 +131,8 @@ class GemModel(nn.Module):
         for task, logit in logits.items():
             label = samples.labels[task]
             defined = ~label.isnan()
-            loss = F.binary_cross_entropy_with_logits(logit, label.nan_to_num(), reduction="none")
+            wanted = label.nan_to_num().to(logit.dtype)
+            loss = F.binary_cross_entropy_with_logits(logit, wanted, reduction="none")
             sums[task] = torch.where(defined, loss, 0.0).sum()
             counts[task] = defined.sum()
         return Losses(logits, sums, counts)
@@ -218,7 +219,7 @@ class GemModel(nn.Module):
         # In one type, autocast's: layers that get another one would be compiled anew.
         tokens = [x + self.features[key(f.name)].to(x.dtype) for x, f in zip(tokens, self.schema.ids, strict=True)]
         if self.floats is not None:
-            tokens.append(self.floats(samples.floats))
+            tokens.append(self.floats(samples.floats.to(next(self.floats.parameters()).dtype)))
         found = [torch.stack(tokens, 1)] if tokens else []
         return torch.cat([*found, *(one.to(found[0].dtype) if found else one for one in pooled)], 1)
 
@@ -231,10 +232,15 @@ class _Head(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
 
     def forward(self, flat: Tensor) -> Tensor:
-        return self.layers(flat).float().squeeze(-1)
+        return widened(self.layers(flat)).squeeze(-1)
 
     def flops(self, work: Work) -> float:
         return work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.layers))
+
+
+def widened(x: Tensor) -> Tensor:
+    """fp32 of what has fewer bits; fp64, which is for tests, stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def key(name: str) -> str:

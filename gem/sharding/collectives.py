@@ -75,6 +75,26 @@ class Wire:
         self.traffic.add(what, padded_NB.nbytes * (self.size - 1))
         return [_like(part[:n], x) for part, n in zip(parts, lengths, strict=True)]
 
+    def gather_padded(self, x: Tensor, room: int, what: str) -> Tensor:
+        """[G room, …]: every rank's x [N, …] and rows of zeros up to ``room`` of each."""
+        padded = x.new_zeros(room, *x.shape[1:])
+        padded[: len(x)] = x
+        if self.size == 1:
+            return padded
+        found = x.new_empty(self.size * room, *x.shape[1:])
+        dist.all_gather_into_tensor(found, padded, group=self.group)
+        self.traffic.add(what, padded.nbytes * (self.size - 1))
+        return found
+
+    def reduce_scatter(self, x: Tensor, what: str) -> Tensor:
+        """This rank's part [N / G, …] of the ranks' sum of x [N, …]."""
+        if self.size == 1:
+            return x
+        found = x.new_empty(len(x) // self.size, *x.shape[1:])
+        dist.reduce_scatter_tensor(found, x.contiguous(), group=self.group)
+        self.traffic.add(what, found.nbytes * (self.size - 1))
+        return found
+
     def sum(self, x: Tensor) -> Tensor:
         """The ranks' sum of x, in x itself."""
         if self.size > 1:

@@ -55,10 +55,10 @@ class ShardedTables:
 
     def __init__(
         self, tables: Sequence[Table], meshes: Meshes, weights: Weights, *, lr: float, eps: float = 1e-8,
-        initial: float = 0.0, device: torch.device | None = None,
+        initial: float = 0.0, device: torch.device | None = None, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
         self.kind, self.lr, self.eps = meshes.plan.tables, lr, eps
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self.owners = Wire(meshes.tables.get_group("table_shard"), self.traffic)
         self.replicas = Wire(meshes.tables.get_group("table_replica"), self.traffic)
         self.placement = Placement(tables, self.owners.size)
