@@ -6,6 +6,7 @@ tables included.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from gem.sharding.collectives import Traffic
 from gem.sharding.dense import shard_model, square_norm
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.placement import Cut, Table
+from gem.sharding.state import DenseMoments, ModelState, TableSums
 from gem.sharding.tables import ShardedTables, Weights
 from gem.train.config import TrainConfig
-from gem.train.optimizers import dense_optimizer, schedule
+from gem.train.optimizers import DenseState, dense_optimizer, schedule
 from gem.train.step import StepResult
 from gem.train.world import World
 
@@ -93,6 +95,14 @@ class ShardedStepper:
         self.number += 1
         mark("optimizer")
         return StepResult(self.world.sum(loss), {t: torch.cat([x[t].detach() for x in logits]) for t in tasks}, norm)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as of gem.train.step.Stepper; loaded in place, by this plan or any other."""
+        return {
+            "model": ModelState(self.model, self.tables, self.meshes),
+            "dense": DenseMoments(DenseState(self.dense_optimizer), self.model),
+            "tables": TableSums(self.tables, self.meshes),
+        }
 
     def _clip(self, most: float) -> tuple[Tensor, Tensor]:
         square = square_norm(self.model.parameters(), self.meshes)

@@ -13,10 +13,11 @@ from gem.data.samples import Samples
 from gem.errors import RequestError
 from gem.model import GemModel
 from gem.model.gem_model import key
-from gem.sharding.experts import ShardedMixture
 from gem.sharding.mesh import Cluster, Plan
+from gem.sharding.state import global_names
 from gem.sharding.step import ShardedStepper
 from gem.sharding.tables import sliced
+from gem.train.checkpoint import Checkpoints
 from gem.train.config import TrainConfig, parse_config
 from gem.train.optimizers import RowwiseAdagrad, dense_optimizer, lookup
 from gem.train.world import World
@@ -32,6 +33,8 @@ SIZES = {"dim": 16, "heads": 2, "layers": 2, "experts": 4, "expert_hidden": 16, 
 CONFIG = {"data": {"kind": "synthetic"}, "lr": 2e-3, "table_lr": 0.05, "clip": 0.5, "warmup": 2, "model": SIZES}
 # Samples of each rank, step by step: alike, more here than there, none on one rank.
 SHARES = [[4, 4, 4, 4], [7, 1, 3, 5], [5, 6, 0, 5], [4, 4, 4, 4], [1, 2, 3, 10]]
+# Who takes over from whose checkpoint after three steps.
+HANDED_ON = [("all", "fsdp"), ("fsdp", "all"), ("v3", "v2"), ("v2", "2d-experts")]
 CUTS = {"item": "row", "user": "column", "signal": "table"}
 
 
@@ -79,13 +82,19 @@ def alone(dtype: torch.dtype) -> dict[str, Any]:
     return found | {"state": {name: x.detach() for name, x in one.state_dict().items()}}
 
 
-def train(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
+def train(
+    plan: Plan, dtype: torch.dtype, steps: range = range(STEPS), folder: str = "", save: bool = False
+) -> dict[str, Any]:
+    """On this rank; from the newest checkpoint in ``folder`` on, if there is one. ``save``: one behind the last step."""
     one = model(dtype)
     whole = {table.name: one.tables[key(table.name)].detach() for table in small_schema().tables}
     world = World(dist.get_rank(), RANKS, torch.device("cpu"))
     stepper = ShardedStepper(one, small_schema(), config(), world, plan, CLUSTER, sliced(whole), CUTS)  # type: ignore[arg-type]
     found: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(STEPS):
+    if folder:
+        stepper.number = (Checkpoints(folder).load(stepper.state()) or -1) + 1
+        assert stepper.number == steps.start
+    for step in steps:
         shares = SHARES[step]
         first = sum(shares[: world.rank])
         own = batch(step).take(first, first + shares[world.rank])
@@ -94,15 +103,10 @@ def train(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         assert done.norm is not None
         found["losses"].append(float(done.loss))
         found["norms"].append(float(done.norm))
-    state, numbers = {}, {}
-    for number, layer in enumerate(one.interactions):
-        if isinstance(layer.mixture, ShardedMixture):
-            numbers[number] = layer.mixture.first
-    for name, x in one.state_dict().items():
-        parts = name.split(".")
-        if parts[0] == "interactions" and parts[2] == "mixture" and int(parts[1]) in numbers:
-            parts[4] = str(int(parts[4]) + numbers[int(parts[1])])  # a rank counts its own experts
-        state[".".join(parts)] = x.full_tensor() if isinstance(x, DTensor) else x
+    if save:
+        Checkpoints(folder).save(stepper.number - 1, stepper.state())
+    rename = global_names(one)
+    state = {rename(n): x.full_tensor() if isinstance(x, DTensor) else x for n, x in one.state_dict().items()}
     return found | {"state": state, "held": stepper.tables.held, "tables": stepper.tables.weights}
 
 
@@ -116,15 +120,20 @@ def refused() -> str:
     return str(caught.value)
 
 
-def everything() -> dict[str, Any]:
+def everything(folder: str) -> dict[str, Any]:
     """All plans in one group of processes."""
     found: dict[str, Any] = {name: train(plan, torch.float64) for name, plan in PLANS.items()}
+    for before, after in HANDED_ON:
+        run = f"{folder}/{before}-{after}"
+        train(PLANS[before], torch.float64, range(3), run, save=True)
+        found[f"{before}-{after}"] = train(PLANS[after], torch.float64, range(3, STEPS), run)
     return found | {"fp32": train(PLANS["all"], torch.float32), "refused": refused()}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, Any]]:
-    return sharding_program.on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), everything)
+    folder = tmp_path_factory.mktemp("ranks")
+    return sharding_program.on_ranks(RANKS, folder, everything, str(folder))
 
 
 def assert_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
@@ -151,6 +160,12 @@ def reference() -> dict[str, Any]:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_trains_as_one_process_does(name, found, reference):
     assert_equal([one[name] for one in found], reference, 1e-9)
+
+
+@pytest.mark.parametrize("plans", HANDED_ON, ids="-".join)
+def test_another_plan_goes_on_from_a_checkpoint_as_if_nothing_had_been(plans, found, reference):
+    later = {"losses": reference["losses"][3:], "norms": reference["norms"][3:], "state": reference["state"]}
+    assert_equal([one["-".join(plans)] for one in found], later, 1e-9)
 
 
 def test_in_float32_too(found):
