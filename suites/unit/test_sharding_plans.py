@@ -85,7 +85,7 @@ def alone(dtype: torch.dtype) -> dict[str, Any]:
 def train(
     plan: Plan, dtype: torch.dtype, steps: range = range(STEPS), folder: str = "", save: bool = False
 ) -> dict[str, Any]:
-    """On this rank; from the newest checkpoint in ``folder`` on, if there is one. ``save``: one behind the last step."""
+    """On this rank; on from the newest checkpoint in ``folder``, if there is one. ``save``: one after the last step."""
     one = model(dtype)
     whole = {table.name: one.tables[key(table.name)].detach() for table in small_schema().tables}
     world = World(dist.get_rank(), RANKS, torch.device("cpu"))
