@@ -6,6 +6,7 @@ batch's already (gem.train.step), and experts would be divided by too few ranks,
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _prefetch(parts: Sequence[FSDPModule]) -> None:
     """Each part's parameters travel while the part before it runs; in the backward, while the part behind it does."""
-    for one, following in zip(parts, parts[1:], strict=False):
+    for one, following in pairwise(parts):
         one.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([one])
 
