@@ -17,19 +17,29 @@ from torch.distributed.tensor import DTensor
 from gem.model import GemModel
 from gem.sharding.collectives import Traffic, Wire
 from gem.sharding.experts import ExpertGroup, ShardedMixture
+from gem.sharding.lowbits import Gather, checked, gather_in_fp8
 from gem.sharding.mesh import Meshes
 
 
-def shard_model(model: GemModel, meshes: Meshes, traffic: Traffic | None = None) -> ExpertGroup:
-    """Shard a model without tables in place. RequestError where its experts cannot be dealt to the plan's ranks."""
+def shard_model(
+    model: GemModel, meshes: Meshes, traffic: Traffic | None = None, *, gather: Gather = "full"
+) -> ExpertGroup:
+    """Shard a model without tables in place. RequestError where its experts cannot be dealt to the plan's ranks.
+
+    ``gather``: how parameters travel, "full" or, weights of linear layers, in "fp8" (gem.sharding.lowbits).
+    """
+    checked(gather)
     group = ExpertGroup(Wire(meshes.experts.get_group("expert"), traffic or Traffic()))
     parts: list[nn.Module] = []
-    for name, part in model.parts().items():
+    for name, part in _in_turn(model).items():
+        inner: list[nn.Module] = []
         if name.startswith("interaction.") and meshes.plan.expert > 1:
             part.mixture = ShardedMixture(part.mixture, group)  # type: ignore[arg-type]
-            parts.append(_shard(part.mixture, meshes.expert_parameters))
-        parts.append(_shard(part, meshes.dense))
+            inner = [_shard(part.mixture, meshes.expert_parameters)]
+        parts += [_shard(part, meshes.dense), *inner]
     _shard(model, meshes.dense)
+    if gather == "fp8":
+        gather_in_fp8(model)
     _prefetch([part for part in parts if isinstance(part, FSDPModule)])
     return group
 
@@ -40,6 +50,17 @@ def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     # Else sums times a factor, which gloo does not know.
     found.set_force_sum_reduction_for_comms(True)
     return module
+
+
+def _in_turn(model: GemModel) -> dict[str, nn.Module]:
+    """The model's parts in the order in which a forward comes to them, which prefetching has to follow.
+
+    A part prefetched after its turn would be gathered once more, for nothing, and stay.
+    """
+    parts, config = model.parts(), model.config
+    layers = [f"{kind}.{number}" for number in range(config.layers) for kind in ("tower", "interaction")]
+    names = [f"events.{config.keys}", "short_pooling", f"events.{config.history}", *layers]
+    return {name: parts[name] for name in dict.fromkeys([*names, *parts]) if name in parts}
 
 
 def _prefetch(parts: Sequence[FSDPModule]) -> None:

@@ -16,6 +16,7 @@ from gem.data.schema import Schema
 from gem.model import GemModel
 from gem.sharding.collectives import Traffic
 from gem.sharding.dense import shard_model, square_norm
+from gem.sharding.lowbits import Gather, checked
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.placement import Cut, Table
 from gem.sharding.state import DenseMoments, ModelState, TableSums
@@ -33,12 +34,14 @@ class ShardedStepper:
               the same on every rank, are sharded
     weights   what tables begin with (gem.sharding.tables.drawn, or sliced)
     cuts      how tables are cut, by name; in rows if nothing is said
+    gather    how dense parameters travel, "full" or "fp8" (gem.sharding.lowbits)
     """
 
     def __init__(
         self, model: GemModel, schema: Schema, config: TrainConfig, world: World, plan: Plan, cluster: Cluster,
-        weights: Weights, cuts: dict[str, Cut] | None = None,
+        weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
     ) -> None:  # fmt: skip
+        checked(gather)
         self.config, self.world, self.traffic = config, world, Traffic()
         self.meshes = build(plan, cluster, world.device.type)
         tables = [Table(t.name, t.rows, model.config.table_dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
@@ -47,7 +50,7 @@ class ShardedStepper:
         )
         model.tables = torch.nn.ParameterDict()
         model.read = self.tables.fetch
-        self.experts = shard_model(model, self.meshes, self.traffic)
+        self.experts = shard_model(model, self.meshes, self.traffic, gather=gather)
         self.model = model
         self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
         self.number = 0  # steps done
