@@ -16,6 +16,10 @@ def train(
         Path | None,
         typer.Option("--out", metavar="DIR", help="The run's folder.  [default: results/<name of CONFIG>]"),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file that says how the model lies on torchrun's processes."),
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Over the file's: --set reader.batch=512.")
     ] = None,
@@ -34,7 +38,7 @@ def train(
     from gem.train.config import load_config
 
     check_outputs(json, html)
-    checked = load_config(config, tuple(changes or ()))
+    checked = load_config(config, tuple(changes or ()), plan)
 
     from gem.harness import environment, table, training
     from gem.train.checkpoint import Checkpoints

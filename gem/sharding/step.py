@@ -4,7 +4,7 @@ Losses are means over the global batch, gradients sums over ranks; clipping is b
 tables included.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,6 +98,36 @@ class ShardedStepper:
         self.number += 1
         mark("optimizer")
         return StepResult(self.world.sum(loss), {t: torch.cat([x[t].detach() for x in logits]) for t in tasks}, norm)
+
+    shared = True  # the ranks have one model together, and predict together
+
+    @torch.no_grad()
+    def predict(self, samples: Samples) -> dict[str, Tensor]:
+        """fp32 logits [B] by task. All ranks call it, also those that have no samples."""
+        self.experts.expect(len(samples), self.world.device)
+        try:
+            with self.autocast():
+                return self.model(samples)
+        finally:
+            self.tables.release()
+            self.tables.zero_grad()
+
+    def counts(self) -> dict[str, int]:
+        """Parameters, of all ranks."""
+        experts, dense = 0, 0
+        for name, parameter in self.model.named_parameters():
+            if ".mixture." in name:
+                experts += parameter.numel()
+            else:
+                dense += parameter.numel()
+        tables = sum(table.rows * table.dim for table in self.tables.tables.values())
+        return {"dense": dense + experts * self.meshes.plan.expert, "of tables": tables}
+
+    def own_weights(self) -> Iterator[Tensor]:
+        """What this rank holds."""
+        for parameter in self.model.parameters():
+            yield parameter.detach().to_local()  # type: ignore[attr-defined]
+        yield from self.tables.weights.values()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as of gem.train.step.Stepper; loaded in place, by this plan or any other."""

@@ -60,6 +60,19 @@ class ReaderConfig(_Model):
     workers: Annotated[int, Field(ge=0)] = 0
 
 
+class PlanConfig(_Model):
+    """How the model lies on torchrun's processes: gem.sharding.mesh has what each dimension is."""
+
+    zones: Positive = 1
+    gpus: Positive | None = None  # ranks a host; None: as many as torchrun started on this one
+    replicate: Positive = 1
+    shard: Positive | None = None
+    expert: Positive = 1
+    tables: Literal["v1", "v2", "v3"] = "v1"
+    table_replicas: Positive = 1
+    cuts: dict[str, Literal["table", "row", "column"]] = {}  # by table; in rows where nothing is said
+
+
 class TrainConfig(_Model):
     """One training run."""
 
@@ -83,6 +96,7 @@ class TrainConfig(_Model):
     evaluate_batches: Positive | None = None  # of the validation data; None: all
     checkpoint_every: Positive | None = 500  # steps; None: at the end alone
     keep: Positive = 2  # checkpoints
+    plan: PlanConfig | None = None  # None: every rank holds all of the model (DDP)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "TrainConfig":
@@ -94,6 +108,8 @@ class TrainConfig(_Model):
             raise ValueError('decay = "cosine" falls over steps; accepted: steps = a number beside it')
         if self.reader.pool % (self.reader.batch // self.reader.base):
             raise ValueError(f"reader.pool {self.reader.pool} base batches are no whole number of batches")
+        if self.plan is not None and self.compile:
+            raise ValueError("compile = true beside a plan; accepted: one of the two")
         self.sizes()
         return self
 
@@ -112,17 +128,31 @@ class TrainConfig(_Model):
             raise ValueError(_explain({**first, "loc": ("model", *first["loc"])})) from None
 
 
-def load_config(path: Path, changes: tuple[str, ...] = ()) -> TrainConfig:
-    """Read a TOML file; ``changes``: "lr=0.01", "reader.batch=512" lay over it. RequestError for what is wrong."""
-    try:
-        document = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}; accepted: a TOML file that says what to train") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: {error}; accepted: TOML") from None
+def load_config(path: Path, changes: tuple[str, ...] = (), plan: Path | None = None) -> TrainConfig:
+    """Read a TOML file; ``changes``: "lr=0.01", "reader.batch=512" lay over it. RequestError for what is wrong.
+
+    ``plan``: a TOML file with the fields of [plan], in whose place they stand.
+    """
+    document = _read(path, "a TOML file that says what to train")
+    if plan is not None:
+        try:
+            # By itself first, so that what is wrong with it is told of that file.
+            PlanConfig.model_validate(chosen := _read(plan, "a TOML file with the fields of [plan]"))
+        except ValidationError as error:
+            raise RequestError(f"{plan}: {_explain(error.errors(include_url=False)[0], PlanConfig)}") from None
+        document["plan"] = chosen
     for change in changes:
         _lay_over(document, change)
     return parse_config(document, str(path))
+
+
+def _read(path: Path, accepted: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; accepted: {accepted}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: {error}; accepted: TOML") from None
 
 
 def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
@@ -181,14 +211,15 @@ def _lay_over(document: dict[str, Any], change: str) -> None:
     table[parts[-1]] = value
 
 
-def _explain(error: Any) -> str:
-    """The first of pydantic's errors: field, value, what is accepted."""
+def _explain(error: Any, model: type[BaseModel] | None = None) -> str:
+    """The first of pydantic's errors: field, value, what is accepted. ``model``: of the document, a TrainConfig's."""
     at = ".".join(str(part) for part in error["loc"])
     if not at and error["type"] != "value_error":
         return f"{type(error['input']).__name__}; accepted: a table of fields"
     kind, context = error["type"], error.get("ctx") or {}
     if kind == "extra_forbidden":
-        known = {1: TrainConfig, 2: ReaderConfig if error["loc"][0] == "reader" else None}.get(len(error["loc"]))
+        inner = {"reader": ReaderConfig, "plan": PlanConfig}.get(error["loc"][0])
+        known = {1: model or TrainConfig, 2: inner}.get(len(error["loc"]))
         return f"unknown field {at!r}" + (f"; accepted: {', '.join(known.model_fields)}" if known is not None else "")
     if kind == "missing":
         return f"missing field {at!r}"

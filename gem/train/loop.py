@@ -6,10 +6,11 @@ on from its last checkpoint as if it had not been (bit for bit on a CPU).
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,13 +31,18 @@ from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
 from gem.train.world import World
 
+if TYPE_CHECKING:
+    from gem.sharding.step import ShardedStepper
+
 # What may change when a run goes on: how it is logged, checked, ended and fed, and nothing that it learns from.
 _FREE = {
     "steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "pieces",
     "reader.workers",
 }  # fmt: skip
+_PLAN = "plan"  # nor where the model lies: any plan goes on from any other's checkpoint
 
 
+_T = TypeVar("_T")
 _DATA = "fingerprint"  # of the data, beside the configuration's fields in config.json
 
 
@@ -50,7 +56,7 @@ class Run:
         self._lock = Lock(folder, self.tell.say)
         self.checkpoints.first(self._lock.take)
         self.sources = open_sources(config, folder, world, self.tell.say)
-        self.stepper = Stepper(self.sources.schema, config, world)
+        self.stepper = self._stepper()
         r = config.reader
         self.reader = Reader(
             self.sources.train, batch=r.batch, base=r.base, pool=r.pool, strategy=r.strategy, cost=r.cost,
@@ -65,6 +71,13 @@ class Run:
         self._windows: list[Closed] = []
         self._health, self._began = Health(world.device), 0  # the step that this process goes on from
 
+    def _stepper(self) -> "Stepper | ShardedStepper":
+        if self.config.plan is None:
+            return Stepper(self.sources.schema, self.config, self.world)
+        from gem.sharding.start import sharded_stepper
+
+        return sharded_stepper(self.sources.schema, self.config, self.world)
+
     def train(self, resume: bool = True) -> Result:
         """Train to the end; with ``resume`` from the last checkpoint of the folder, where there is one.
 
@@ -78,7 +91,7 @@ class Run:
             self._lock.free()
 
     def _train(self, resume: bool) -> Result:
-        result = Result(0, self._resume(resume), [], [], None, self._parameters(), self.reader.describe())
+        result = Result(0, self._resume(resume), [], [], None, self.stepper.counts(), self.reader.describe())
         self._began = self.stepper.number
         self.checkpoints.first(self._keep_config)
         self._peak = measure_peak(self.world.device, self.config.precision)
@@ -150,6 +163,9 @@ class Run:
 
     def _efficiency(self, batch: Samples) -> Efficiency | None:
         """Of the layers, on the batch's heaviest piece: more than a piece need not fit. A failure costs no results."""
+        if not isinstance(self.stepper, Stepper):
+            self.tell.say("efficiency: not measured: layers are timed alone, and those of a plan are cut over ranks")
+            return None
         flops = self.stepper.model.flops
         piece = max(batch.split(self.config.pieces), key=lambda one: flops(Work.of(one)))
         fault = None
@@ -177,12 +193,15 @@ class Run:
         if self.sources.valid is None:
             return
         quality, seen = Quality(self.tasks, self.world.device), []
-        for number, samples in enumerate(self._valid_batches()):
-            if number % self.world.size == self.world.rank:
-                on_device = samples.to(self.world.device)
-                quality.update(self.stepper.predict(on_device), on_device.labels)
+        for together in batched(self._valid_batches(), self.world.size):
+            # Ranks that share a model predict together: who has no batch left takes none of the first one's samples.
+            own = together[self.world.rank] if self.world.rank < len(together) else together[0].take(0, 0)
+            if len(own) or self.stepper.shared:
+                on_device = own.to(self.world.device)
+                found = self.stepper.predict(on_device)
+                quality.update(found, on_device.labels)
             if self.sources.floors is not None and self.world.first:
-                seen.append(samples)
+                seen += together
         total = Quality.from_state(self.tasks, self.world.sum(quality.state()))
         floors = self.sources.floors(merge(seen)) if self.sources.floors is not None and seen else {}
         found = Evaluation(self.stepper.number, total.compute(), {t: asdict(f) for t, f in floors.items()})
@@ -209,8 +228,9 @@ class Run:
     def _save(self) -> None:
         self._refuse_divergence()
         # The last step's weights come after its loss, and without clipping there is no norm. A sum could overflow.
-        weights = torch.stack([x for p in self.stepper.model.parameters() if p.numel() for x in p.detach().aminmax()])
-        if not bool(weights.isfinite().all()):
+        weights = torch.stack([x for p in self.stepper.own_weights() if p.numel() for x in p.aminmax()])
+        wrong = (~weights.isfinite().all()).int()
+        if bool(self.world.sum(wrong) if self.stepper.shared else wrong):
             raise self._diverged(f"weights after step {self.stepper.number} are not finite")
         self.tell.saved(self.checkpoints.save(self.stepper.number, *self._state()))
 
@@ -267,7 +287,7 @@ class Run:
         data = document.pop(_DATA, None)
         before, now = _settings(parse_config(document, str(path))), _settings(self.config)
         for name in sorted((before.keys() | now.keys()) - _FREE):
-            if before.get(name) != now.get(name):
+            if name.partition(".")[0] != _PLAN and before.get(name) != now.get(name):
                 raise RequestError(
                     f"{self.folder}: has a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; accepted: "
                     "the same, or another folder"
@@ -302,12 +322,12 @@ class Run:
         except OSError as error:
             raise RequestError(f"{part}: cannot be written: {error.strerror}; accepted: a disk with room") from None
 
-    def _parameters(self) -> dict[str, int]:
-        model = self.stepper.model
-        return {
-            "dense": sum(p.numel() for p in model.dense_parameters()),
-            "of tables": sum(p.numel() for p in model.tables.values()),
-        }
+
+def batched(items: Iterable[_T], count: int) -> Iterator[list[_T]]:
+    """In lists of ``count``, the last one of what is left. (itertools.batched is Python 3.12's.)"""
+    items = iter(items)
+    while found := list(islice(items, count)):
+        yield found
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:

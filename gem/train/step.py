@@ -4,7 +4,7 @@ Losses are means over the *global* batch: each rank divides its sums by all rank
 as many as there were clicks, is learnt alike however samples lie on ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +125,19 @@ class Stepper:
         stance = torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
         with self.autocast(), stance:
             return self.model(samples)
+
+    shared = False  # each rank has the whole model, and predicts alone
+
+    def counts(self) -> dict[str, int]:
+        """Parameters."""
+        return {
+            "dense": sum(p.numel() for p in self.model.dense_parameters()),
+            "of tables": sum(p.numel() for p in self.model.tables.values()),
+        }
+
+    def own_weights(self) -> Iterator[Tensor]:
+        """What this rank holds."""
+        return (parameter.detach() for parameter in self.model.parameters())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it; loaded in place."""

@@ -1,0 +1,117 @@
+"""gem train --plan: under torchrun, by a plan, on from another plan's checkpoint; and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gem.errors import RequestError
+from gem.sharding.start import cluster_of
+from gem.train.config import PlanConfig, load_config
+
+CONFIG = """
+steps = 6
+log_every = 2
+checkpoint_every = 3
+warmup = 2
+[data]
+kind = "synthetic"
+valid_samples = 100
+[data.train]
+samples = 512
+items = 60
+users = 40
+history = {{ kind = "lognormal", median = 20.0, sigma = 1.0, min = 0, max = 128, seed = 0 }}
+[reader]
+batch = 16
+base = 8
+pool = 4
+[model]
+dim = 16
+heads = 2
+layers = 1
+experts = 2
+expert_hidden = 16
+head_hidden = 16
+{more}
+"""
+FIRST = 'expert = 2\ntables = "v3"\ntable_replicas = 2\n'
+SECOND = 'replicate = 2\ntables = "v2"\ntable_replicas = 2\ncuts = { item = "column" }\n'
+
+
+def train(folder: Path, name: str, *words: str, ranks: int = 2) -> tuple[str, dict]:
+    """(what was said, the results document)."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "gem", "train"]
+    document = folder / f"{name}.json"
+    command = [*torchrun, "a.toml", "--out", name, "--json", str(document), "--device", "cpu", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr, json.loads(document.read_text())
+
+
+def figures(said: str) -> list[str]:
+    """Losses and NEs as they were told; without the speed."""
+    return [line.split("samples/s")[0].rsplit("  ", 1)[0] for line in said.splitlines() if line.startswith("step ")]
+
+
+def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
+    (tmp_path / "a.toml").write_text(CONFIG.format(more=""))
+    (tmp_path / "first.toml").write_text(FIRST)
+    (tmp_path / "second.toml").write_text(SECOND)
+    alone, document = train(tmp_path, "none")
+    begun, _ = train(tmp_path, "plan", "--plan", "first.toml", "--set", "steps=3")
+    gone_on, planned = train(tmp_path, "plan", "--plan", "second.toml")
+    assert "going on from plan" in gone_on and "efficiency: not measured" in gone_on
+    assert len(figures(alone)) == 4  # steps 2, 4, 6 and the validation
+    wanted = [line.replace("/3 ", "/6 ") for line in figures(begun)[:1]] + figures(gone_on)[-2:]
+    assert wanted == [figures(alone)[i] for i in (0, 2, 3)]
+
+    def quality(of: dict) -> dict:
+        names = ("ne", "auc", "calibration")
+        return {(r["case"], r["metric"]): r["value"] for r in of["rows"] if r["metric"] in names}
+
+    assert quality(planned) == pytest.approx(quality(document), rel=1e-4) and len(quality(document)) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("replicas = 2", "unknown field 'replicas'; accepted: zones, gpus, replicate, shard, expert, tables"),
+        ("expert = 0", "expert = 0: Input should be greater than or equal to 1"),
+        ("tables = 'v4'", "tables = 'v4': Input should be 'v1', 'v2' or 'v3'"),
+        ("expert = ", "plan.toml: Invalid value"),
+    ],
+)
+def test_wrong_plans_are_refused_by_their_own_file(text, what, tmp_path):
+    (tmp_path / "a.toml").write_text(CONFIG.format(more=""))
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(RequestError) as caught:
+        load_config(tmp_path / "a.toml", (), tmp_path / "plan.toml")
+    assert "plan.toml: " in str(caught.value) and what in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(
+        RequestError, match=r"none\.toml: No such file or directory; accepted: a TOML file with the fields"
+    ):
+        load_config(tmp_path / "a.toml", (), tmp_path / "none.toml")
+
+
+def test_compile_and_a_plan_exclude_each_other(tmp_path):
+    (tmp_path / "a.toml").write_text("compile = true\n" + CONFIG.format(more="[plan]\nexpert = 2"))
+    with pytest.raises(RequestError, match="compile = true beside a plan; accepted: one of the two"):
+        load_config(tmp_path / "a.toml")
+
+
+def test_one_process_alone_has_no_plan(tmp_path):
+    (tmp_path / "a.toml").write_text(CONFIG.format(more="[plan]\nexpert = 1"))
+    command = [sys.executable, "-m", "gem", "train", "a.toml", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "plan: one process alone; accepted: torchrun's" in done.stderr
+
+
+def test_hosts_follow_from_the_ranks(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cluster_of(PlanConfig(zones=2), 16).hosts == 2
+    assert cluster_of(PlanConfig(gpus=8), 16).gpus == 8
+    with pytest.raises(RequestError, match="zones = 1 with gpus = 3 a host do not make 16 ranks"):
+        cluster_of(PlanConfig(gpus=3), 16)
