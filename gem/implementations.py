@@ -104,7 +104,8 @@ TABLE: dict[str, dict[str, Implementation]] = {
             with_triton.gdpa, with_triton.gdpa_backward, with_triton.refuses, with_triton.not_by_itself
         ),
         "gluon": Implementation(
-            with_gluon.gdpa, with_gluon.gdpa_backward, with_gluon.refuses, note="its backward: the Triton kernels'"
+            with_gluon.gdpa, with_gluon.gdpa_backward, with_gluon.refuses, with_gluon.not_by_itself,
+            note="its backward: the Triton kernels'",
         ),
     },
     "block_attention": {

@@ -23,7 +23,7 @@ from gem.sharding.state import DenseMoments, ModelState, TableSums
 from gem.sharding.tables import ShardedTables, Weights
 from gem.train.config import TrainConfig
 from gem.train.optimizers import DenseState, dense_optimizer, schedule
-from gem.train.step import StepResult
+from gem.train.step import StepResult, opened
 from gem.train.world import World
 
 
@@ -64,12 +64,7 @@ class ShardedStepper:
     def step(self, batch: Samples | Sequence[Samples], mark: Callable[[str], None] = lambda name: None) -> StepResult:
         """Learn from this rank's batch, whole or in pieces; all ranks have the same number of pieces."""
         self._set_rates()
-        pieces = [batch] if isinstance(batch, Samples) else list(batch)
-        if not pieces:
-            raise ValueError("step: a batch of no pieces; accepted: samples, or one piece or more of them")
-        tasks = list(pieces[0].labels)
-        counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
-        self.world.sum(counts)
+        pieces, tasks, counts = opened(batch, self.world)
         mark("others")  # all have their batches
         self.tables.zero_grad()
         self.tables.gather()
@@ -114,12 +109,8 @@ class ShardedStepper:
 
     def counts(self) -> dict[str, int]:
         """Parameters, of all ranks."""
-        experts, dense = 0, 0
-        for name, parameter in self.model.named_parameters():
-            if ".mixture." in name:
-                experts += parameter.numel()
-            else:
-                dense += parameter.numel()
+        experts = sum(p.numel() for name, p in self.model.named_parameters() if ".mixture." in name)
+        dense = sum(p.numel() for p in self.model.parameters()) - experts
         tables = sum(table.rows * table.dim for table in self.tables.tables.values())
         return {"dense": dense + experts * self.meshes.plan.expert, "of tables": tables}
 

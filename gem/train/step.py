@@ -43,6 +43,16 @@ class _Losses(nn.Module):
         return found.sums, found.logits
 
 
+def opened(batch: Samples | Sequence[Samples], world: World) -> tuple[list[Samples], list[str], Tensor]:
+    """(pieces, tasks, how many labels each task has on all ranks) of a step."""
+    pieces = [batch] if isinstance(batch, Samples) else list(batch)
+    if not pieces:
+        raise ValueError("step: a batch of no pieces; accepted: samples, or one piece or more of them")
+    tasks = list(pieces[0].labels)
+    counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
+    return pieces, tasks, world.sum(counts)
+
+
 class Stepper:
     """Model and optimizers. ``mark``: called with a name when a stage of the step ends, for who times it."""
 
@@ -85,12 +95,7 @@ class Stepper:
         if self._losses is None:
             raise RuntimeError("the ranks have parted: a Stepper steps inside the join that gave it its world")
         self._set_rates()
-        pieces = [batch] if isinstance(batch, Samples) else list(batch)
-        if not pieces:
-            raise ValueError("step: a batch of no pieces; accepted: samples, or one piece or more of them")
-        tasks = list(pieces[0].labels)
-        counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
-        self.world.sum(counts)
+        pieces, tasks, counts = opened(batch, self.world)
         if self.world.size > 1:
             mark("others")  # all have their batches
         loss, logits = torch.zeros((), device=self.world.device), []

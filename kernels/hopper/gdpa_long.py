@@ -6,7 +6,7 @@ the same keys. Two lanes: each has jobs, a ring and a producer of its own, for q
 
 A stage of a ring holds the keys of tile i beside the values of tile i - 1, since a consumer puts the scores of tile i
 and the product of weights and values of tile i - 1 into the tensor core's queue together: one wait and one arrival a
-step, and the activation of one runs beside the other product. A job's last product runs beside the next job's first
+step. A job's last product runs beside the next job's first
 scores, so the queue is not emptied between jobs.
 
 Nothing is masked: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and what it stores stops

@@ -58,10 +58,10 @@ def test_what_the_kernels_cannot_do_is_refused_with_its_reason(hopper, changed, 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_auto_prefers_it_and_says_whose_the_backward_is(hopper, dtype, head_dim):
-    choice = choose(CALL._replace(dtype=dtype, head_dim=head_dim))
-    assert choice.impl == "gluon" and "backward: the Triton kernels" in choice.why
-    assert "backward: the Triton kernels" in choose(CALL, "gluon").why
+def test_it_runs_when_named_and_says_whose_the_backward_is(hopper, dtype, head_dim):
+    call = CALL._replace(dtype=dtype, head_dim=head_dim)
+    assert choose(call, "gluon").impl == "gluon" and "backward: the Triton kernels" in choose(call, "gluon").why
+    assert choose(call).impl != "gluon" and "run when named" in choose(call).others["gluon"]
 
 
 @pytest.mark.parametrize(("device", "capability", "interpret", "reason"), [
@@ -138,7 +138,8 @@ def test_strides_that_the_copy_engine_reads(x, readable):
 
 
 @pytest.mark.parametrize(("arguments", "impl"), [
-    ({}, "gluon"),
+    ({"impl": "gluon"}, "gluon"),
+    ({}, "torch"),
     ({"causal": True}, "torch"),
     ({"window": (5, -1)}, "torch"),
     ({"window": (-1, 5)}, "torch"),
@@ -151,13 +152,15 @@ def test_a_call_on_tensors_of_a_gpu(hopper, monkeypatch, arguments, impl):
         o = torch.empty(4, dtype=torch.int64, device="cuda")
         choice = gem.explain(gem.gdpa, q, k, k, o, o, **arguments)
         assert choice.impl == impl
+        if arguments.keys() & {"causal", "window"}:
+            assert "no causal or window mask" in choice.others["gluon"]
         out = gem.gdpa(q, k, k, o, o, **arguments)
         assert out.shape == q.shape and out.device.type == "cuda" and out.dtype == BF16
         shared = gem.gdpa(q, k, k, k_offsets=o, broadcast_q=True, **arguments)
         assert shared.shape == (30, 2, 64)
 
 
-def test_a_compiled_call_chooses_it_too(monkeypatch):
+def test_a_compiled_call_runs_it_too(monkeypatch):
     """The kernel's place is taken by impl="torch"; other lengths compile nothing anew."""
     asked = []
 
@@ -171,7 +174,7 @@ def test_a_compiled_call_chooses_it_too(monkeypatch):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lens in ([30, 7], [2, 80]):
             q = rows(sum(lens))
-            out = compiled(q, q, q, offsets(lens), activation="silu")
+            out = compiled(q, q, q, offsets(lens), activation="silu", impl="gluon")
             assert torch.equal(out, gem.gdpa(q, q, q, offsets(lens), activation="silu", impl="torch"))
     assert asked == [37, 82]
 
