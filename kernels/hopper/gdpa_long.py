@@ -47,8 +47,9 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     """The kernel with the constants of a variant. Arguments: see ``gem.kernels.hopper.ops``."""
     return Launch(
         _gdpa_long, CONSUMERS=variant.consumers, LANES=variant.lanes, SLOTS=variant.q_slots,
-        REGISTERS=int(variant.q_registers), TURNS=variant.turns, ACT=activation, FOLD=fold, LEAN=lean, N=variant.keys,
-        D=head_dim, STAGES=variant.stages, warps=4,
+        REGISTERS=int(variant.q_registers), TURNS=variant.turns, ZIGZAG=int(variant.zigzag),
+        PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold, LEAN=lean, N=variant.keys, D=head_dim,
+        STAGES=variant.stages, warps=4,
         ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
 
@@ -71,9 +72,9 @@ def _issue(
 @gluon.jit
 def _consumer(
     W: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, turn, tiles, jobs, heads,
-    programs, shared, scale, out_scale,
+    TURNS: gl.constexpr, ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s,
+    q_full, q_empty, full, empty, turn, tiles, jobs, heads, programs, shared, scale, out_scale,
 ):  # fmt: skip
     M: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -90,7 +91,7 @@ def _consumer(
     t = 0
     it = 0
     step = 0  # turns taken
-    job = dealt(0, lane, programs, LANES)
+    job = dealt(0, lane, programs, LANES, ZIGZAG)
     sample, row, q_start, q_len, _, k_len, head = record_of(tiles, job, jobs, heads)
     valid = sample >= 0
     w = zero
@@ -114,7 +115,7 @@ def _consumer(
         it += 1
     while valid:
         # The next job's record comes while this one is worked at.
-        job = dealt(t + 1, lane, programs, LANES)
+        job = dealt(t + 1, lane, programs, LANES, ZIGZAG)
         n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
         acc = gl.zeros([M, D], gl.float32, O_L)
         for _ in range(1, key_tiles(k_len, N)):
@@ -154,11 +155,23 @@ def _consumer(
                 q = q_s.index(slot).reshape([M, D])
             acc_f = warpgroup_mma(p, v_s.index(stage).reshape([N, D]), acc, is_async=True)
             k = k_s.index(stage).reshape([N, D]).permute((1, 0))
-            s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turn.index(NEXT), count=1)
-            acc = warpgroup_mma_wait(1, deps=[acc_f])
-            store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+            if PIPELINED:
+                s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
+                acc = warpgroup_mma_wait(1, deps=[acc_f])
+                store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+            else:
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
+                acc = warpgroup_mma_wait(0, deps=[acc_f])
+                store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+                if TURNS:
+                    mbarrier.wait(turn.index(W), (step & 1) ^ EARLY)
+                    step += 1
+                s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
             s = warpgroup_mma_wait(0, deps=[s_f])
             if REGISTERS:
                 mbarrier.arrive(q_empty.index(slot), count=1)
@@ -176,13 +189,14 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    lane: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles,
-    jobs, heads, programs,
+    lane: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty,
+    full, empty, tiles, jobs, heads, programs,
 ):  # fmt: skip
     it = 0
     t = 0
-    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, lane, programs, LANES), jobs, heads)
+    job = dealt(0, lane, programs, LANES, ZIGZAG)
+    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     v_end, v_x, v_column = k_start, k_len, head  # of the tile before, whose values go with this one's keys
     while sample >= 0:
         for w in gl.static_range(CONSUMERS // LANES):
@@ -213,9 +227,8 @@ def _producer(
             v_end, v_x, v_column = k_start + k_len, x, head * D
             it += 1
         t += 1
-        sample, row, q_start, q_len, k_start, k_len, head = record_of(
-            tiles, dealt(t, lane, programs, LANES), jobs, heads
-        )
+        job = dealt(t, lane, programs, LANES, ZIGZAG)
+        sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     if it > 0:
         stage = lane * STAGES + it % STAGES
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
@@ -226,8 +239,9 @@ def _producer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
 def _gdpa_long(
     q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, CONSUMERS: gl.constexpr,
-    LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ZIGZAG: gl.constexpr,
+    PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * SLOTS, 1, 1, 64, D], q_desc.layout)
@@ -257,19 +271,23 @@ def _gdpa_long(
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, N, D, STAGES) + produced),
-                (_producer, (1, CONSUMERS, LANES, SLOTS, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+                (_producer, (1, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -277,10 +295,13 @@ def _gdpa_long(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (2, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (2, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -37,8 +37,9 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     """The kernel with the constants of a variant. Arguments: see ``gem.kernels.hopper.ops``."""
     return Launch(
         _gdpa_short, CONSUMERS=variant.consumers, SLOTS=variant.q_slots, VFIRST=int(variant.values_first),
-        ACT=activation, FOLD=fold, LEAN=lean, ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages,
-        warps=4, ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
+        ZIGZAG=int(variant.zigzag), PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold, LEAN=lean,
+        ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages, warps=4,
+        ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
 
 
@@ -55,10 +56,10 @@ def _blocks_of(w, row, q_len, n, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, ST
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, VFIRST: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr, LEAN: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs,
-    shared, scale, out_scale,
+    W: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, VFIRST: gl.constexpr,
+    ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s, q_full,
+    q_empty, full, empty, tiles, jobs, heads, programs, shared, scale, out_scale,
 ):  # fmt: skip
     M: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -72,12 +73,13 @@ def _consumer(
     base = 0  # key tiles before this block's first
     number = 0
     u = 0  # own blocks of this job so far
-    sample, row, q_start, q_len, _, k_len, head = record_of(tiles, dealt(0, 0, programs, 1), jobs, heads)
+    sample, row, q_start, q_len, _, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
     valid = sample >= 0
     n = key_tiles(k_len, N)
     blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
     # The next job's record comes while this one is worked at.
-    n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, dealt(1, 0, programs, 1), jobs, heads)
+    job = dealt(1, 0, programs, 1, ZIGZAG)
+    n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
     w = zero
     q = gl.zeros([M, D], dtype, Q_L)
     if valid:
@@ -120,7 +122,7 @@ def _consumer(
             valid = sample >= 0
             n = key_tiles(k_len, N)
             blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
-            job = dealt(number + 1, 0, programs, 1)
+            job = dealt(number + 1, 0, programs, 1, ZIGZAG)
             n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
         # The last product of this block beside the first of the next.
         if valid:
@@ -131,7 +133,16 @@ def _consumer(
             mbarrier.wait(full.index(stage), (base // STAGES) & 1)
             k = k_s.index(stage).reshape([N, D]).permute((1, 0))
             v = v_s.index(before).reshape([N, D])
-            if VFIRST:
+            if not PIPELINED:
+                acc_f = warpgroup_mma(p, v, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc_f])
+                mbarrier.arrive(empty.index(before), count=1, pred=leaving)
+                store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+                s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[s_f])
+                mbarrier.arrive(q_empty.index(slot), count=1)
+                w = weights_of(s, scale, out_scale, ACT, FOLD, LEAN, dtype)
+            elif VFIRST:
                 acc_f = warpgroup_mma(p, v, acc, is_async=True)
                 s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc_f])
@@ -158,9 +169,9 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles, jobs, heads,
-    programs,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles,
+    jobs, heads, programs,
 ):  # fmt: skip
     it = 0
     number = 0
@@ -168,7 +179,7 @@ def _producer(
     before_0 = 0
     before_1 = number * 1
     before_2 = number * 2
-    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, 0, programs, 1), jobs, heads)
+    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
     while sample >= 0:
         n = key_tiles(k_len, N)
         rounds = _blocks_of(0, row, q_len, n, CONSUMERS, ROWS, STAGES)
@@ -196,14 +207,16 @@ def _producer(
         before_1 += _blocks_of(1, row, q_len, n, CONSUMERS, ROWS, STAGES)
         before_2 += _blocks_of(2, row, q_len, n, CONSUMERS, ROWS, STAGES)
         number += 1
-        sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(number, 0, programs, 1), jobs, heads)
+        job = dealt(number, 0, programs, 1, ZIGZAG)
+        sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
 def _gdpa_short(
     q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, CONSUMERS: gl.constexpr,
-    SLOTS: gl.constexpr, VFIRST: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, VFIRST: gl.constexpr, ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * SLOTS, 1, 1, 64, D], q_desc.layout)
@@ -229,9 +242,11 @@ def _gdpa_short(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_producer, (CONSUMERS, SLOTS, ROWS, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
+                (_producer, (CONSUMERS, SLOTS, ZIGZAG, ROWS, N, D, STAGES) + produced),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -239,10 +254,13 @@ def _gdpa_short(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (2, CONSUMERS, SLOTS, VFIRST, ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_producer, (CONSUMERS, SLOTS, ROWS, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
+                (_consumer, (2, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
+                (_producer, (CONSUMERS, SLOTS, ZIGZAG, ROWS, N, D, STAGES) + produced),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -116,12 +116,19 @@ def weights_and_slopes(scores, scale, ACT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def dealt(turn, lane, programs, LANES: gl.constexpr):
-    """Number of a lane's ``turn``-th job, in zigzag: the list begins with the longest, so that sums differ little."""
+def dealt(turn, lane, programs, LANES: gl.constexpr, ZIGZAG: gl.constexpr):
+    """Number of a lane's ``turn``-th job, in zigzag: the list begins with the longest, so that sums differ little.
+
+    Without ZIGZAG each round of jobs goes to the lanes in the same order.
+    """
     lanes = programs * LANES
     at = gl.program_id(0) * LANES + lane
-    back = turn % 2
-    return turn * lanes + at * (1 - back) + (lanes - 1 - at) * back
+    if ZIGZAG:
+        back = turn % 2
+        job = turn * lanes + at * (1 - back) + (lanes - 1 - at) * back
+    else:
+        job = turn * lanes + at
+    return job
 
 
 @gluon.jit
