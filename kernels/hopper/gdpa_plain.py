@@ -58,11 +58,10 @@ def _load(ahead, it, ring, ZIGZAG: gl.constexpr, N: gl.constexpr, D: gl.constexp
         left -= 1
         x += N
         if left < 0:
-            x = END + 0 * x
+            x = gl.where(sample >= 0, END - k_len, END)
             if sample >= 0:
                 slot = t % STAGES
                 left = key_tiles(k_len, N) - 1
-                x = END - k_len
                 end = k_start + k_len
                 column = head * D
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
@@ -102,20 +101,9 @@ def _gdpa_plain(
     sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
     valid = sample >= 0
     ring = (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, full, tiles, jobs, heads, programs)
-    ahead = (
-        0,
-        gl.where(valid, 0, -1),
-        END + 0 * row,
-        0 * row,
-        0 * row,
-        sample,
-        row,
-        q_start,
-        q_len,
-        k_start,
-        k_len,
-        head,
-    )
+    left = gl.where(valid, 0, -1)
+    x = gl.to_tensor(END)
+    ahead = (0, left, x, 0, 0, sample, row, q_start, q_len, k_start, k_len, head)
     for i in gl.static_range(STAGES):
         ahead = _load(ahead, i, ring, ZIGZAG, N, D, STAGES)
     t = 0
