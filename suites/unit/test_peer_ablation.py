@@ -1,4 +1,4 @@
-"""The ablation of impl="gluon": its peers change one thing each and refuse the rest, its suite is one that they can run.
+"""The ablation of impl="gluon": peers change one thing each and refuse the rest, the suite is one that they can run.
 
 Nothing runs: launches are looked at. What they compile to is test_hopper_compile's subject.
 """
@@ -15,6 +15,7 @@ import torch
 from gem import reference, with_gluon
 from gem.data.lengths import Lengths, load_profile
 from gem.harness import names, peers
+from gem.harness.case import ops_only
 from gem.harness.params import GdpaParams, JaggedAttentionParams
 from gem.harness.report_lines import lines_of
 from gem.harness.report_measured import measured_sections
@@ -51,8 +52,12 @@ def launched(monkeypatch) -> Iterator[list[tuple[Any, ...]]]:
     launch.PLANS.clear()
 
 
-def build(name: str, lengths: Lengths = LONG, **changed: Any):
-    inputs = build_inputs("gdpa", GdpaParams(**(TAYLOR | changed)), lengths, "cpu")
+def taylor(**changed: Any) -> GdpaParams:
+    return GdpaParams.model_validate(TAYLOR | changed)
+
+
+def build(name: str, lengths: Lengths = LONG, **changed: Any) -> Any:
+    inputs = build_inputs("gdpa", taylor(**changed), lengths, "cpu")
     return peers.load(name)(inputs, name)
 
 
@@ -84,11 +89,14 @@ def test_a_peer_is_the_unchanged_launch_but_for_one_thing(launched, name, length
     assert given[5] == plain_given[5]  # jobs
     assert changed.kernel is plain.kernel
     differ = {key: value for key, value in changed.options.items() if value != plain.options[key]}
-    assert differ == {
-        "gluon_unsorted": {"ZIGZAG": 0},
-        "gluon_drained": {"PIPELINED": 0},
-        "gluon_tanh": {"ACT": "gelu_tanh"},
-    }[name]
+    assert (
+        differ
+        == {
+            "gluon_unsorted": {"ZIGZAG": 0},
+            "gluon_drained": {"PIPELINED": 0},
+            "gluon_tanh": {"ACT": "gelu_tanh"},
+        }[name]
+    )
     tiles, plain_tiles = given[4], plain_given[4]
     samples = [sample for sample, *_ in tiles.tolist() if sample >= 0]
     assert (tiles is plain_tiles) is (name != "gluon_unsorted")
@@ -130,7 +138,7 @@ def test_without_a_hopper_gpu_it_says_so(name):
 
 
 def test_the_oracle_of_another_activation_is_that_ones():
-    inputs = build_inputs("gdpa", GdpaParams(**(TAYLOR | {"dtype": "float64"})), SHORT, "cpu")
+    inputs = build_inputs("gdpa", taylor(dtype="float64"), SHORT, "cpu")
     args = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.k_offsets)
     found = {way: run_reference(inputs, way) for way in ("same", "gelu_tanh", "softmax")}
     for activation, way in (("gelu_taylor", "same"), ("gelu_tanh", "gelu_tanh")):
@@ -146,13 +154,13 @@ def test_the_suite_holds_each_part_that_a_case_has():
     """A case names every peer that can run it, but for the sorting of equal lengths; and tells the claims of each."""
     claims = {"gluon_unsorted": "zigzag, skew 6x", "gluon_drained": "outer pipelining, ~10 %",
               "gluon_tanh": "Taylor instead of tanh", "gluon_plain": "warp specialisation"}  # fmt: skip
-    cases = load_suites([SUITE])
+    cases = ops_only(load_suites([SUITE]))
     assert [case.name for case in cases] == [
         "self_long_d128", "self_long_d64", "dense_4k_d128", "cross_short_kv_d128", "pma_q64_d128",
     ]  # fmt: skip
     for case in cases:
         assert (case.impls, case.directions, case.needs) == (["gluon"], ["forward"], "cuda:sm90, triton")
-        assert case.params.activation == "gelu_taylor"
+        assert isinstance(case.params, GdpaParams) and case.params.activation == "gelu_taylor"
         lengths = load_profile(case.fixture).draw()
         edges = torch.zeros(lengths.batch + 1, dtype=torch.int64)
         shared = lengths.queries or 0
@@ -178,6 +186,7 @@ def test_the_report_has_a_section_of_what_each_part_gains():
     (section,) = measured_sections(lines_of(rows, 0), Commands([{}], [""]), [""])
     assert (section.id, section.heading) == ("ablation", "Ablation")
     ((suite, (card,), table),) = section.parts
+    assert table is not None and card.table is not None
     assert suite == SUITE and "ratio" not in card.note and table.size == 2
     found = {label.split(":")[0]: [line.cells[2].value for line in own] for label, own in card.table.groups}
     assert found == {"gluon_unsorted": [1.05, 1.0], "gluon_plain": [1.2]}
