@@ -155,9 +155,8 @@ def test_the_suite_holds_each_part_that_a_case_has():
     claims = {"gluon_unsorted": "zigzag, skew 6x", "gluon_drained": "outer pipelining, ~10 %",
               "gluon_tanh": "Taylor instead of tanh", "gluon_plain": "warp specialisation"}  # fmt: skip
     cases = ops_only(load_suites([SUITE]))
-    assert [case.name for case in cases] == [
-        "self_long_d128", "self_long_d64", "dense_4k_d128", "cross_short_kv_d128", "pma_q64_d128",
-    ]  # fmt: skip
+    shapes = ("self_long_d128", "self_long_d64", "dense_4k_d128", "cross_short_kv_d128", "pma_q64_d128")
+    assert [case.name for case in cases] == [f"ablation_{shape}" for shape in shapes]
     for case in cases:
         assert (case.impls, case.directions, case.needs) == (["gluon"], ["forward"], "cuda:sm90, triton")
         assert isinstance(case.params, GdpaParams) and case.params.activation == "gelu_taylor"
