@@ -23,6 +23,8 @@ from gem.model.sequence import EventEmbedding, Pooling, SequenceLayer
 from gem.model.work import Work, linear
 
 Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids […], table [rows, E]) to […, E]
+Read = Callable[[list[tuple[str, Tensor]]], list[Tensor]]  # (table's name, ids […]) to […, E], for each
+Rows = dict[tuple[str, str], Tensor]  # by sequence ("" where there is none) and feature
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +43,22 @@ class Losses:
 class GemModel(nn.Module):
     """Tables, sequence tower, interaction layers, heads, as ``config`` sizes them for data of ``schema``.
 
-    ``layout`` decides how sequences lie in memory: packed by default. ``lookup`` reads tables: torch's embedding by
-    default, whose gradient is as large as the table; a trainer puts a sparse one in its place.
+    ``layout`` decides how sequences lie in memory: packed by default. ``lookup`` reads a table: torch's embedding by
+    default, whose gradient is as large as the table; a trainer puts a sparse one in its place. ``read`` reads all that
+    a batch needs at once, from wherever tables are: the model then has none.
     """
 
     def __init__(
         self, schema: Schema, config: ModelConfig, *, layout: Callable[[Events], Layout] = Packed,
-        lookup: Lookup = F.embedding,
+        lookup: Lookup = F.embedding, read: Read | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.schema, self.config, self.layout, self.lookup = schema, config, layout, lookup
         self.compiled = False
+        self.read = read or self._read_own
+        own = schema.tables if read is None else ()
         self.tables = nn.ParameterDict(
-            {key(table.name): nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in schema.tables}
+            {key(table.name): nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in own}
         )
         self.project = nn.ModuleDict(
             {key(table.name): nn.Linear(config.table_dim, config.dim, bias=False) for table in schema.tables}
@@ -96,12 +101,13 @@ class GemModel(nn.Module):
     def forward(self, samples: Samples) -> dict[str, Tensor]:
         """fp32 logits [B] by task."""
         layouts = {one.sequence: self.layout(samples.sequences[one.sequence]) for one in self._embeddings()}
-        short, pooled = self._short(layouts)
-        x_BME = self._non_sequence(samples, pooled)
+        rows = self._rows(samples, layouts)
+        short, pooled = self._short(layouts, rows)
+        x_BME = self._non_sequence(samples, rows, pooled)
         self._varies(x_BME)
         history = self.config.history
         summaries: list[Tensor] = []
-        events = None if history is None else self._tokens(history, layouts[history])
+        events = None if history is None else self._tokens(history, layouts[history], rows)
         for number, interaction in enumerate(self.interactions):
             if history is not None:
                 assert events is not None
@@ -125,7 +131,8 @@ class GemModel(nn.Module):
         for task, logit in logits.items():
             label = samples.labels[task]
             defined = ~label.isnan()
-            loss = F.binary_cross_entropy_with_logits(logit, label.nan_to_num(), reduction="none")
+            wanted = label.nan_to_num().to(logit.dtype)
+            loss = F.binary_cross_entropy_with_logits(logit, wanted, reduction="none")
             sums[task] = torch.where(defined, loss, 0.0).sum()
             counts[task] = defined.sum()
         return Losses(logits, sums, counts)
@@ -166,11 +173,21 @@ class GemModel(nn.Module):
     def _projects(self, feature: Feature) -> nn.Linear:
         return cast(nn.Linear, self.project[key(feature.table)])
 
-    def _tokens(self, sequence: str, layout: Layout) -> Tensor:
-        features = self.schema.sequence(sequence).features
-        rows = [self.lookup(layout.ids[f.name], self.tables[key(f.table)]) for f in features]
-        self._varies(*rows, layout=layout)
-        tokens = self.events[key(sequence)](rows, layout)
+    def _rows(self, samples: Samples, layouts: dict[str, Layout]) -> Rows:
+        """Of all tables, for all features of a batch, in one go: tables that lie elsewhere are asked once a batch."""
+        wanted = [("", f, samples.ids[f.name]) for f in self.schema.ids]
+        for name, layout in layouts.items():
+            wanted += [(name, f, layout.ids[f.name]) for f in self.schema.sequence(name).features]
+        found = self.read([(f.table, ids) for _, f, ids in wanted])
+        return {(sequence, f.name): rows for (sequence, f, _), rows in zip(wanted, found, strict=True)}
+
+    def _read_own(self, requests: list[tuple[str, Tensor]]) -> list[Tensor]:
+        return [self.lookup(ids, self.tables[key(table)]) for table, ids in requests]
+
+    def _tokens(self, sequence: str, layout: Layout, rows: Rows) -> Tensor:
+        own = [rows[sequence, f.name] for f in self.schema.sequence(sequence).features]
+        self._varies(*own, layout=layout)
+        tokens = self.events[key(sequence)](own, layout)
         self._varies(tokens, layout=layout)
         return tokens
 
@@ -184,27 +201,25 @@ class GemModel(nn.Module):
             for dim in {0, min(along, x.dim() - 1)}:
                 torch._dynamo.maybe_mark_dynamic(x, dim)
 
-    def _short(self, layouts: dict[str, Layout]) -> tuple[Tensor | None, list[Tensor]]:
+    def _short(self, layouts: dict[str, Layout], rows: Rows) -> tuple[Tensor | None, list[Tensor]]:
         """Normed tokens of the short sequence, and its summaries."""
         name = self.config.keys
         if name is None:
             return None, []
         assert self.short_norm is not None
-        tokens = self._tokens(name, layouts[name])
+        tokens = self._tokens(name, layouts[name], rows)
         pooled = [] if self.short_pooling is None else [self.short_pooling(tokens, layouts[name])]
         normed = self.short_norm(tokens)
         self._varies(normed, layout=layouts[name])
         return normed, pooled
 
-    def _non_sequence(self, samples: Samples, pooled: list[Tensor]) -> Tensor:
+    def _non_sequence(self, samples: Samples, rows: Rows, pooled: list[Tensor]) -> Tensor:
         """[B, M, E]."""
-        tokens = [
-            self._projects(f)(self.lookup(samples.ids[f.name], self.tables[key(f.table)])) for f in self.schema.ids
-        ]
+        tokens = [self._projects(f)(rows["", f.name]) for f in self.schema.ids]
         # In one type, autocast's: layers that get another one would be compiled anew.
         tokens = [x + self.features[key(f.name)].to(x.dtype) for x, f in zip(tokens, self.schema.ids, strict=True)]
         if self.floats is not None:
-            tokens.append(self.floats(samples.floats))
+            tokens.append(self.floats(samples.floats.to(next(self.floats.parameters()).dtype)))
         found = [torch.stack(tokens, 1)] if tokens else []
         return torch.cat([*found, *(one.to(found[0].dtype) if found else one for one in pooled)], 1)
 
@@ -217,10 +232,15 @@ class _Head(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
 
     def forward(self, flat: Tensor) -> Tensor:
-        return self.layers(flat).float().squeeze(-1)
+        return widened(self.layers(flat)).squeeze(-1)
 
     def flops(self, work: Work) -> float:
         return work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.layers))
+
+
+def widened(x: Tensor) -> Tensor:
+    """fp32 of what has fewer bits; fp64, which is for tests, stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def key(name: str) -> str:

@@ -127,14 +127,34 @@ class Expert(nn.Module):
         return sum(module.flops(work) for module in self.interactions.values())  # type: ignore[operator]
 
 
+class Mixture(nn.Module):
+    """Experts, weighed sample by sample."""
+
+    def __init__(self, tokens: int, out: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Expert(tokens, out, config) for _ in range(config.experts)])
+
+    def forward(self, x_BME: Tensor, share_BX: Tensor) -> Tensor:
+        """[B, O, E]."""
+        found = torch.stack([expert(x_BME) for expert in self.experts], 1)
+        return (found * share_BX[:, :, None, None].to(found.dtype)).sum(1)
+
+    def flops(self, work: Work) -> float:
+        """Forward."""
+        return sum(expert.flops(work) for expert in self.experts)  # type: ignore[operator]
+
+
 class InteractionLayer(nn.Module):
-    """Experts, a gate that weighs them sample by sample, and a residual."""
+    """Experts, a gate that weighs them sample by sample, and a residual.
+
+    ``mixture`` is a module of its own so that another may stand in its place, whose experts lie on several ranks.
+    """
 
     def __init__(self, tokens: int, out: int, config: ModelConfig) -> None:
         super().__init__()
         self.tokens, self.out, self.dim = tokens, out, config.dim
         self.norm = RMSNorm(config.dim)
-        self.experts = nn.ModuleList([Expert(tokens, out, config) for _ in range(config.experts)])
+        self.mixture: nn.Module = Mixture(tokens, out, config)
         self.gate = nn.Linear(config.dim, config.experts)
         self.shortcut = nn.Linear(tokens, out, bias=False)
 
@@ -142,12 +162,12 @@ class InteractionLayer(nn.Module):
         """[B, M, E] to [B, O, E]."""
         x = self.norm(x_BME)
         share_BX = self.gate(x.mean(1)).softmax(-1)
-        mixed = torch.stack([expert(x) for expert in self.experts], 1)
-        mixed = (mixed * share_BX[:, :, None, None].to(mixed.dtype)).sum(1)
+        mixed = self.mixture(x, share_BX)
         # Contiguous, or the next layer, whose input would have other strides, is compiled anew.
         return (self.shortcut(x_BME.transpose(1, 2)).transpose(1, 2) + mixed).contiguous()
 
     def flops(self, work: Work) -> float:
         """Forward."""
-        own = linear(work.samples, self.dim, len(self.experts)) + linear(work.samples * self.dim, self.tokens, self.out)
-        return own + sum(expert.flops(work) for expert in self.experts)  # type: ignore[operator]
+        own = linear(work.samples, self.dim, self.gate.out_features)
+        own += linear(work.samples * self.dim, self.tokens, self.out)
+        return own + self.mixture.flops(work)  # type: ignore[operator]

@@ -222,7 +222,7 @@ class Checkpoints:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             try:
                 dcp_load(
-                    entries, storage_reader=FileSystemReader(path), planner=ExactLoad(str(path), others),
+                    entries, storage_reader=FileSystemReader(path), planner=ExactLoad(str(path), others, self._gather),
                     process_group=self.group, no_dist=not self._distributed,
                 )  # fmt: skip
             except CheckpointException as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -59,18 +59,19 @@ class PiecewiseSave(DefaultSavePlanner):
 class ExactLoad(DefaultLoadPlanner):
     """Every entry of the checkpoint has its place in the state and every place its entry, of one type and shape.
 
-    A plain load leaves out what the state does not ask for, and casts. ``where``: for the error; ``others``:
-    entries that belong to other ranks.
+    A plain load leaves out what the state does not ask for, and casts. ``where``: for the error; ``others``: entries
+    that no rank here asks for; ``gather``: every rank's value, as each may have places that others have not.
     """
 
-    def __init__(self, where: str, others: Set[str]) -> None:
+    def __init__(self, where: str, others: Set[str], gather: Callable[[set[str]], list[set[str]]]) -> None:
         super().__init__()
-        self.where, self.others = where, others
+        self.where, self.others, self.gather = where, others, gather
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        saved = {n: x for n, x in metadata.state_dict_metadata.items() if n not in self.others}
         wanted: Mapping[str, Any] = self.state_dict
+        elsewhere = set().union(*self.gather(set(wanted))) - wanted.keys()
+        saved = {n: x for n, x in metadata.state_dict_metadata.items() if n not in self.others | elsewhere}
         for odd, side in ((saved.keys() - wanted.keys(), "checkpoint"), (wanted.keys() - saved.keys(), "state")):
             if odd:
                 named = ", ".join(sorted(odd)[:_MOST_NAMED]) + (f" and {len(odd) - _MOST_NAMED} more" * (len(odd) > 5))

@@ -78,7 +78,8 @@ def _records(table: Tensor) -> list[GradientRows]:
 
 
 def summed(parts: Sequence[GradientRows]) -> GradientRows:
-    """Distinct ids [U], ascending, and the fp32 sum [U, D] of the rows of each, added in the order of the parts.
+    """Distinct ids [U], ascending, and the sum [U, D] of the rows of each, added in the order of the parts; in fp32, or
+    fp64 of fp64.
 
     embedding_dense_backward, with "U embeddings", adds rows of equal index: in order on a CPU, which tests
     hold to the same bits in every run. On a GPU torch's source sorts and adds pieces of fixed length; not tried there.
@@ -86,7 +87,9 @@ def summed(parts: Sequence[GradientRows]) -> GradientRows:
     if len(parts) == 1 and parts[0].distinct:
         return parts[0]
     ids_N = torch.cat([part.ids_N for part in parts])
-    rows_ND = torch.cat([part.rows_ND for part in parts]).float()
+    rows_ND = torch.cat([part.rows_ND for part in parts])
+    if rows_ND.dtype != torch.float64:
+        rows_ND = rows_ND.float()
     if not ids_N.numel():
         return GradientRows(ids_N, rows_ND, True)
     ids_U, which_N = torch.unique(ids_N, return_inverse=True)
@@ -119,11 +122,11 @@ class RowwiseAdagrad:
             if not (math.isfinite(value) and value >= least):
                 raise RequestError(f"RowwiseAdagrad: {what} {value}; accepted: finite, {least} or more")
         for name, table in named.items():
-            if table.dim() != 2 or table.dtype not in (torch.float32, torch.bfloat16):
+            if table.dim() != 2 or table.dtype not in (torch.float32, torch.bfloat16, torch.float64):
                 found = f"{table.dtype} {tuple(table.shape)}"
-                raise RequestError(f"table {name!r}: {found}; accepted: fp32 or bf16 [rows, columns]")
+                raise RequestError(f"table {name!r}: {found}; accepted: fp32, bf16 or fp64 [rows, columns]")
         self.tables, self.lr, self.eps = dict(named), lr, eps
-        self.sums = {n: torch.full((t.shape[0],), initial, device=t.device) for n, t in self.tables.items()}
+        self.sums = {n: accumulators(t, initial) for n, t in self.tables.items()}
         self.rests = {
             n: torch.zeros_like(t, dtype=torch.int16, requires_grad=False)
             for n, t in self.tables.items() if t.dtype == torch.bfloat16
@@ -192,17 +195,7 @@ class RowwiseAdagrad:
             ids_U, rows_UD, _ = self.gradient(name)
             if not ids_U.numel():
                 continue
-            g_UD = rows_UD * scale
-            sum_U = self.sums[name].index_select(0, ids_U) + g_UD.square().mean(1)
-            self.sums[name].index_copy_(0, ids_U, sum_U)
-            update_UD = g_UD * (self.lr / (sum_U.sqrt() + self.eps))[:, None]
-            weight_UD = table.index_select(0, ids_U)
-            if name in self.rests:
-                upper_UD, lower_UD = split(joined(weight_UD, self.rests[name].index_select(0, ids_U)) - update_UD)
-                table.index_copy_(0, ids_U, upper_UD)
-                self.rests[name].index_copy_(0, ids_U, lower_UD)
-            else:
-                table.index_copy_(0, ids_U, weight_UD - update_UD)
+            update_rows(table, self.sums[name], self.rests.get(name), ids_U, rows_UD * scale, self.lr, self.eps)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's own tensors, not copies of them. The gradients and lr are no part of it."""
@@ -220,6 +213,33 @@ class RowwiseAdagrad:
         for kind, tensors in own.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
+
+
+def accumulators(table: Tensor, initial: float) -> Tensor:
+    """[R] for a table [R, D]: fp32, of an fp64 table fp64."""
+    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+    return torch.full((table.shape[0],), initial, dtype=dtype, device=table.device)
+
+
+@torch.no_grad()
+def update_rows(
+    table: Tensor, sums_R: Tensor, rest: Tensor | None, ids_U: Tensor, g_UD: Tensor, lr: float, eps: float,
+    mean_U: Tensor | None = None,
+) -> None:  # fmt: skip
+    """RowwiseAdagrad's update of rows ``ids_U``, in place. ``rest``: the lower half of a bf16 table's weights.
+
+    ``mean_U``: of g² over whole rows, where ``table`` holds some columns of them only.
+    """
+    sum_U = sums_R.index_select(0, ids_U) + (g_UD.square().mean(1) if mean_U is None else mean_U)
+    sums_R.index_copy_(0, ids_U, sum_U)
+    update_UD = g_UD * (lr / (sum_U.sqrt() + eps))[:, None]
+    weight_UD = table.index_select(0, ids_U)
+    if rest is None:
+        table.index_copy_(0, ids_U, weight_UD - update_UD)
+        return
+    upper_UD, lower_UD = split(joined(weight_UD, rest.index_select(0, ids_U)) - update_UD)
+    table.index_copy_(0, ids_U, upper_UD)
+    rest.index_copy_(0, ids_U, lower_UD)
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:

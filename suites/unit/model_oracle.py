@@ -156,7 +156,7 @@ class Oracle:
         out = self._of(f"{name}.shortcut.weight") @ x
         kinds = {"mlp": self._mlp, "cross": self._cross, "products": self._products, "attention": self._attention}
         for number in range(c.experts):
-            expert = f"{name}.experts.{number}"
+            expert = f"{name}.mixture.experts.{number}"
             for kind in c.interactions:
                 found = kinds[kind](f"{expert}.interactions.{kind}", normed)
                 found = np.array([self._norm(f"{expert}.norms.{kind}", token) for token in found])

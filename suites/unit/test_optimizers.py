@@ -404,7 +404,7 @@ def test_bad_requests_say_what_is_accepted():
         (lambda: RowwiseAdagrad([table], lr=math.nan), "lr nan"),
         (lambda: RowwiseAdagrad([table], lr=0.1, eps=0.0), "eps 0.0"),
         (lambda: RowwiseAdagrad([Parameter(torch.zeros(3))], lr=0.1), "table '0'"),
-        (lambda: RowwiseAdagrad([Parameter(torch.zeros(3, 2).double())], lr=0.1), "float64"),
+        (lambda: RowwiseAdagrad([Parameter(torch.zeros(3, 2).half())], lr=0.1), "float16"),
         (lambda: schedule(5, 2, None, "cosine"), "total None"),
         (lambda: dense_optimizer([], lr=0.1), "no parameter"),
     ):

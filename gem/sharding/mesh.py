@@ -1,0 +1,206 @@
+"""From a cluster and a plan to named meshes: which ranks share what, and on which tier their collectives run.
+
+Ranks are numbered as torchrun numbers them: GPU after GPU of a host, host after host of a zone, zone after zone. The
+dimension that communicates most lies innermost, where the network is fastest (TECHNIQUES of Meta's GEM: activations of
+experts on NVLink, parameters within a zone, gradients of replicas across zones):
+
+    dense parameters    [replicate, shard]                  2D FSDP
+    expert parameters   [replicate, expert_shard, expert]   shard = expert_shard * expert; each rank works at one of
+                                                            ``expert`` parts of the experts
+    tables, V1 and V2   [table_replica, table_shard]        a whole copy in each group of table_shard neighbours
+    tables, V3          [table_shard, table_replica]        replicas are neighbours: what a shard's copies share lies on
+                                                            the fastest links
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gem.errors import RequestError
+
+Tier = Literal["gpu", "host", "zone", "cluster"]
+Tables = Literal["v1", "v2", "v3"]
+# What the links of each tier are called where the technique comes from.
+LINKS: dict[Tier, str] = {
+    "gpu": "none", "host": "NVLink", "zone": "the zone's network", "cluster": "the network between zones",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Zones, hosts a zone, GPUs (or CPU processes) a host."""
+
+    zones: int = 1
+    hosts: int = 1
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise RequestError(f"cluster: {field.name} = {getattr(self, field.name)}; accepted: 1 or more")
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.zones * self.hosts * self.gpus
+
+    def tier_of(self, ranks: Sequence[int]) -> Tier:
+        """The slowest tier that a collective between these ranks crosses."""
+        if len(set(ranks)) <= 1:
+            return "gpu"
+        if len({rank // self.gpus for rank in ranks}) == 1:
+            return "host"
+        return "zone" if len({rank // (self.gpus * self.hosts) for rank in ranks}) == 1 else "cluster"
+
+    def __str__(self) -> str:
+        return f"{self.zones} zones of {self.hosts} hosts of {self.gpus} GPUs"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model lies on a cluster. ``shard`` None: all ranks that ``replicate`` leaves."""
+
+    replicate: int = 1  # copies of the dense parameters
+    shard: int | None = None  # ranks that one copy is cut into
+    expert: int = 1  # parts that the experts are dealt to, within a shard group
+    tables: Tables = "v1"
+    table_replicas: int = 1  # groups that work at the tables side by side
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step."""
+
+    what: str
+    dimension: str
+    ranks: int  # of a group
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.ranks} ranks ({self.dimension}) over {LINKS[self.tier]}"
+
+
+def complete(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with its ``shard``; RequestError that names the nearest possible plan where it does not fit."""
+    if plan.shard is None and plan.replicate >= 1 and cluster.size % plan.replicate == 0:
+        plan = replace(plan, shard=cluster.size // plan.replicate)
+    wrong = _misfit(plan, cluster)
+    if wrong:
+        near = min(plans(cluster, plan.tables), key=lambda other: _distance(plan, other, cluster))
+        raise RequestError(f"plan for {cluster.size} ranks ({cluster}): {wrong}; the nearest possible plan: {near}")
+    return plan
+
+
+def plans(cluster: Cluster, tables: Tables) -> Iterator[Plan]:
+    """Every plan that fits."""
+    parts = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
+    for replicate, expert, groups in itertools.product(parts, parts, parts):
+        shard = cluster.size // replicate
+        plan = Plan(replicate, shard, expert, tables, groups)
+        if not _misfit(plan, cluster):
+            yield plan
+
+
+def _misfit(plan: Plan, cluster: Cluster) -> str:
+    """What does not fit, or nothing."""
+    size = cluster.size
+    for name in ("replicate", "shard", "expert", "table_replicas"):
+        if (value := getattr(plan, name)) is not None and value < 1:
+            return f"{name} = {value}, accepted: 1 or more"
+    if plan.shard is None or plan.replicate * plan.shard != size:
+        shard = "" if plan.shard is None else f" times shard = {plan.shard}"
+        return f"replicate = {plan.replicate}{shard} does not make {size}"
+    if plan.shard % plan.expert:
+        return f"expert = {plan.expert} does not divide shard = {plan.shard}"
+    if plan.tables == "v1" and plan.table_replicas != 1:
+        return f"tables v1 lie once on all ranks, table_replicas = {plan.table_replicas}"
+    if size % plan.table_replicas:
+        return f"table_replicas = {plan.table_replicas} does not divide {size}"
+    return ""
+
+
+def _distance(wanted: Plan, other: Plan, cluster: Cluster) -> float:
+    """Sum of the factors, in doublings, by which the dimensions differ."""
+    shard = wanted.shard if wanted.shard is not None else cluster.size / max(wanted.replicate, 1)
+    pairs = (
+        (wanted.replicate, other.replicate), (shard, other.shard), (wanted.expert, other.expert),
+        (wanted.table_replicas, other.table_replicas),
+    )  # fmt: skip
+    return sum(abs(math.log2(max(a, 0.5) / (b or 1))) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """A mesh before there are processes: sizes and names from the outermost dimension on."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def group(self, *names: str) -> list[int]:
+        """Ranks of rank 0's group along these dimensions."""
+        ranks = [0]
+        for name, size in zip(self.names, self.sizes, strict=True):
+            ranks = [rank * size + i for rank in ranks for i in range(size if name in names else 1)]
+        return ranks
+
+
+def _axes(plan: Plan, cluster: Cluster) -> tuple[_Axes, _Axes, _Axes]:
+    assert plan.shard is not None
+    dense = _Axes(("replicate", "shard"), (plan.replicate, plan.shard))
+    sizes = (plan.replicate, plan.shard // plan.expert, plan.expert)
+    experts = _Axes(("replicate", "expert_shard", "expert"), sizes)
+    owners = cluster.size // plan.table_replicas
+    if plan.tables == "v3":
+        return dense, experts, _Axes(("table_shard", "table_replica"), (owners, plan.table_replicas))
+    return dense, experts, _Axes(("table_replica", "table_shard"), (plan.table_replicas, owners))
+
+
+def collectives(plan: Plan, cluster: Cluster) -> list[Collective]:
+    """What ranks say to each other in a step, and where; nothing of groups of one."""
+    plan = complete(plan, cluster)
+    dense, experts, tables = _axes(plan, cluster)
+    found = [
+        ("dense parameters all-gathered, gradients reduce-scattered", "shard", dense),
+        ("dense gradients all-reduced", "replicate", dense),
+    ]
+    if plan.expert > 1:
+        found += [
+            ("experts' parameters all-gathered, gradients reduce-scattered", "expert_shard", experts),
+            ("activations all-gathered for experts, outputs reduce-scattered", "expert", experts),
+        ]
+    found.append(("ids and embeddings exchanged (all-to-all)", "table_shard", tables))
+    if plan.tables == "v2":
+        found.append(("gradients of the tables' copies exchanged", "table_replica", tables))
+    if plan.tables == "v3":
+        found.append(("table shards all-gathered, updates reduce-scattered", "table_replica", tables))
+    groups = [(what, name, axes.group(name)) for what, name, axes in found]
+    return [Collective(what, name, len(g), cluster.tier_of(g)) for what, name, g in groups if len(g) > 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Meshes:
+    """The named meshes of a plan, on the ranks of this job."""
+
+    plan: Plan
+    dense: DeviceMesh  # [replicate, shard]
+    experts: DeviceMesh  # [replicate, expert_shard, expert]
+    tables: DeviceMesh  # [table_replica, table_shard], or V3's the other way round
+
+    @property
+    def expert_parameters(self) -> DeviceMesh:
+        """[replicate, expert_shard]: what one expert's parameters are cut over."""
+        return self.experts["replicate", "expert_shard"]
+
+
+def build(plan: Plan, cluster: Cluster, device_type: str) -> Meshes:
+    """Meshes on the default process group; every rank of it calls this. RequestError where the plan does not fit."""
+    plan = complete(plan, cluster)
+    made = [init_device_mesh(device_type, axes.sizes, mesh_dim_names=axes.names) for axes in _axes(plan, cluster)]
+    return Meshes(plan, *made)

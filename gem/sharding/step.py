@@ -1,0 +1,121 @@
+"""One training step of a sharded model: gem.train.step's, on a plan's meshes.
+
+Losses are means over the global batch, gradients sums over ranks; clipping is by the norm of all parameters together,
+tables included.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem.data.samples import Samples
+from gem.data.schema import Schema
+from gem.model import GemModel
+from gem.sharding.collectives import Traffic
+from gem.sharding.dense import shard_model, square_norm
+from gem.sharding.mesh import Cluster, Plan, build
+from gem.sharding.placement import Cut, Table
+from gem.sharding.state import DenseMoments, ModelState, TableSums
+from gem.sharding.tables import ShardedTables, Weights
+from gem.train.config import TrainConfig
+from gem.train.optimizers import DenseState, dense_optimizer, schedule
+from gem.train.step import StepResult
+from gem.train.world import World
+
+
+class ShardedStepper:
+    """Model and optimizers over ranks. Every rank makes the same calls.
+
+    model     of the whole schema, built with ``read=...`` or not: its own tables are dropped, and its dense parameters,
+              the same on every rank, are sharded
+    weights   what tables begin with (gem.sharding.tables.drawn, or sliced)
+    cuts      how tables are cut, by name; in rows if nothing is said
+    """
+
+    def __init__(
+        self, model: GemModel, schema: Schema, config: TrainConfig, world: World, plan: Plan, cluster: Cluster,
+        weights: Weights, cuts: dict[str, Cut] | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.world, self.traffic = config, world, Traffic()
+        self.meshes = build(plan, cluster, world.device.type)
+        tables = [Table(t.name, t.rows, model.config.table_dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
+        self.tables = ShardedTables(
+            tables, self.meshes, weights, lr=config.table_lr, device=world.device, traffic=self.traffic
+        )
+        model.tables = torch.nn.ParameterDict()
+        model.read = self.tables.fetch
+        self.experts = shard_model(model, self.meshes, self.traffic)
+        self.model = model
+        self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
+        self.number = 0  # steps done
+
+    def autocast(self) -> AbstractContextManager:
+        """Of forwards, in the run's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, torch.bfloat16)
+
+    def step(self, batch: Samples | Sequence[Samples], mark: Callable[[str], None] = lambda name: None) -> StepResult:
+        """Learn from this rank's batch, whole or in pieces; all ranks have the same number of pieces."""
+        self._set_rates()
+        pieces = [batch] if isinstance(batch, Samples) else list(batch)
+        if not pieces:
+            raise ValueError("step: a batch of no pieces; accepted: samples, or one piece or more of them")
+        tasks = list(pieces[0].labels)
+        counts = torch.stack([sum((~p.labels[task].isnan()).sum() for p in pieces) for task in tasks]).float()  # type: ignore[misc]
+        self.world.sum(counts)
+        mark("others")  # all have their batches
+        self.tables.zero_grad()
+        self.tables.gather()
+        loss, logits = torch.zeros((), device=self.world.device), []
+        for number, piece in enumerate(pieces):
+            self.experts.expect(len(piece), self.world.device)
+            self.model.set_requires_gradient_sync(number == len(pieces) - 1)  # type: ignore[operator]
+            with self.autocast():
+                losses = self.model.losses(piece)
+            share = (torch.stack([losses.sums[task] for task in tasks]) / counts.clamp_min(1)).sum()
+            if number == len(pieces) - 1:
+                self.tables.release()
+            mark("forward")
+            share.backward()
+            mark("backward")
+            loss = loss + share.detach()
+            logits.append(losses.logits)
+        self.tables.exchange_gradients()
+        mark("exchange")
+        norm, scale = None, torch.ones(())
+        if self.config.clip is not None:
+            norm, scale = self._clip(self.config.clip)
+        self.dense_optimizer.step()
+        self.tables.step(scale)
+        self.dense_optimizer.zero_grad(set_to_none=True)
+        self.number += 1
+        mark("optimizer")
+        return StepResult(self.world.sum(loss), {t: torch.cat([x[t].detach() for x in logits]) for t in tasks}, norm)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as of gem.train.step.Stepper; loaded in place, by this plan or any other."""
+        return {
+            "model": ModelState(self.model, self.tables, self.meshes),
+            "dense": DenseMoments(DenseState(self.dense_optimizer), self.model),
+            "tables": TableSums(self.tables, self.meshes),
+        }
+
+    def _clip(self, most: float) -> tuple[Tensor, Tensor]:
+        square = square_norm(self.model.parameters(), self.meshes)
+        norm = (square + self.tables.sparse_grad_norm().to(square.dtype).square()).sqrt()
+        scale = (most / norm).clamp(max=1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(scale)  # type: ignore[attr-defined]
+        return norm, scale
+
+    def _set_rates(self) -> None:
+        c = self.config
+        factor = schedule(self.number, c.warmup, c.steps, c.decay)
+        for group in self.dense_optimizer.param_groups:
+            group["lr"] = c.lr * factor
+        self.tables.lr = c.table_lr * factor

@@ -1,0 +1,113 @@
+"""Meshes: where each dimension of a plan lies, and what becomes of a plan that does not fit."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
+
+from gem.errors import RequestError
+from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, plans
+
+PARTS = st.integers(1, 6)
+
+
+@st.composite
+def fitting(draw) -> tuple[Plan, Cluster]:
+    """A cluster, and a plan built from factors, so that it fits by construction."""
+    replicate, owners, expert = draw(PARTS), draw(PARTS), draw(PARTS)
+    size = replicate * owners * expert
+    tables = draw(st.sampled_from(["v1", "v2", "v3"]))
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    groups = 1 if tables == "v1" else draw(st.sampled_from(divisors))
+    gpus = draw(st.sampled_from(divisors))
+    hosts = draw(st.sampled_from([n for n in range(1, size // gpus + 1) if size // gpus % n == 0]))
+    cluster = Cluster(size // gpus // hosts, hosts, gpus)
+    return Plan(replicate, owners * expert, expert, tables, groups), cluster
+
+
+@given(fitting())
+def test_what_is_made_of_factors_fits_and_is_among_all_plans(given):
+    plan, cluster = given
+    assert complete(plan, cluster) == plan
+    assert plan in set(plans(cluster, plan.tables))
+    assert complete(Plan(plan.replicate, None, plan.expert), cluster).shard == plan.shard
+
+
+@given(fitting())
+def test_groups_have_the_sizes_of_the_plan(given):
+    plan, cluster = given
+    sizes = {one.dimension: one.ranks for one in collectives(plan, cluster)}
+    assert plan.shard is not None
+    assert sizes.get("shard", 1) == plan.shard and sizes.get("replicate", 1) == plan.replicate
+    assert sizes.get("expert", 1) == plan.expert
+    if plan.expert > 1:
+        assert sizes.get("expert_shard", 1) == plan.shard // plan.expert
+    assert sizes.get("table_shard", 1) == cluster.size // plan.table_replicas
+    assert sizes.get("table_replica", 1) == plan.table_replicas
+
+
+def test_each_dimension_lies_on_the_tier_that_it_is_made_for():
+    """The seeds' picture: two zones of 16 hosts of 8, a copy of the dense parameters a zone, experts within hosts."""
+    cluster = Cluster(2, 16, 8)
+    tiers = {one.dimension: one.tier for one in collectives(Plan(2, 128, 2, "v3", 8), cluster)}
+    assert tiers == {
+        "shard": "zone", "replicate": "cluster", "expert": "host", "expert_shard": "zone", "table_shard": "cluster",
+        "table_replica": "host",
+    }  # fmt: skip
+    tiers = {one.dimension: one.tier for one in collectives(Plan(2, 128, tables="v2", table_replicas=2), cluster)}
+    assert tiers == {"shard": "zone", "replicate": "cluster", "table_shard": "zone", "table_replica": "cluster"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "what", "nearest"),
+    [
+        (Plan(3), "replicate = 3 does not make 16", Plan(4, 4)),
+        (Plan(2, 4), "replicate = 2 times shard = 4 does not make 16", None),
+        (Plan(2, 8, 3), "expert = 3 does not divide shard = 8", Plan(2, 8, 4)),
+        (Plan(1, 16, 1, "v1", 2), "tables v1 lie once on all ranks, table_replicas = 2", Plan(1, 16)),
+        (Plan(1, 16, 1, "v2", 5), "table_replicas = 5 does not divide 16", Plan(1, 16, 1, "v2", 4)),
+        (Plan(0), "replicate = 0, accepted: 1 or more", Plan(1, 16)),
+    ],
+)
+def test_an_impossible_plan_is_refused_with_the_nearest_possible_one(plan, what, nearest):
+    with pytest.raises(RequestError) as caught:
+        complete(plan, Cluster(2, 2, 4))
+    assert what in str(caught.value) and "\n" not in str(caught.value)
+    if nearest is not None:
+        assert str(caught.value).endswith(f"the nearest possible plan: {nearest}")
+
+
+def test_no_cluster_is_empty():
+    with pytest.raises(RequestError, match="hosts = 0; accepted: 1 or more"):
+        Cluster(1, 0, 8)
+
+
+def _look(rank: int, file: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=8)
+    meshes = build(Plan(2, 4, 2, "v3", 2), Cluster(1, 2, 4), "cpu")
+    groups = {}
+    for mesh in (meshes.dense, meshes.experts, meshes.tables):
+        for name in mesh.mesh_dim_names or ():
+            groups[name] = dist.get_process_group_ranks(mesh.get_group(name))
+    assert meshes.expert_parameters.shape == (2, 2)
+    torch.save(groups, f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_processes_find_themselves_in_the_groups_that_were_told(tmp_path):
+    spawn(_look, (str(tmp_path / "store"), str(tmp_path)), nprocs=8)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(8)]
+    told = {one.dimension: one.ranks for one in collectives(Plan(2, 4, 2, "v3", 2), Cluster(1, 2, 4))}
+    for name, ranks in told.items():
+        assert all(rank in groups[name] and len(groups[name]) == ranks for rank, groups in enumerate(found))
+        # Every rank of a group names the same group.
+        assert all(
+            found[a][name] == found[b][name] for a, b in itertools.product(range(8), range(8)) if a in found[b][name]
+        )
+    assert found[5]["shard"] == [4, 5, 6, 7] and found[5]["replicate"] == [1, 5]
+    assert found[5]["expert"] == [4, 5] and found[5]["expert_shard"] == [5, 7]
+    assert found[5]["table_replica"] == [4, 5] and found[5]["table_shard"] == [1, 3, 5, 7]
