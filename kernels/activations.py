@@ -17,21 +17,21 @@ import triton.language as tl
 from gem.kernels.device import LOG2E, UPCAST
 
 _INV_SQRT_2PI = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
-_C1 = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
-_C2 = tl.constexpr(-1.0 / (6.0 * math.sqrt(2.0 * math.pi)))
-_C3 = tl.constexpr(1.0 / (40.0 * math.sqrt(2.0 * math.pi)))
+TAYLOR_1 = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
+TAYLOR_2 = tl.constexpr(-1.0 / (6.0 * math.sqrt(2.0 * math.pi)))
+TAYLOR_3 = tl.constexpr(1.0 / (40.0 * math.sqrt(2.0 * math.pi)))
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1.0 / LOG2E)
 # 0.5 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is the logistic function of twice that, here in base 2.
-_T0 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E)
-_T1 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E * 0.044715)
+TANH_0 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E)
+TANH_1 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E * 0.044715)
 # Phi(x) as the logistic function of an odd polynomial, in base 2: least weighted maximum over [-5.5, 5.5]. x Phi(x) is
 # off by 8.4e-5 at most, its slope by 3.0e-4, and relatively by 0.5 % down to x = -4. It rises everywhere.
-_E0 = tl.constexpr(LOG2E * 1.593860524584776)
-_E1 = tl.constexpr(LOG2E * 0.07519649869060875)
-_E2 = tl.constexpr(LOG2E * -0.0009231662997714476)
-_E3 = tl.constexpr(LOG2E * 7.452923868016092e-06)
+ERF_0 = tl.constexpr(LOG2E * 1.593860524584776)
+ERF_1 = tl.constexpr(LOG2E * 0.07519649869060875)
+ERF_2 = tl.constexpr(LOG2E * -0.0009231662997714476)
+ERF_3 = tl.constexpr(LOG2E * 7.452923868016092e-06)
 
 
 @triton.jit
@@ -64,14 +64,14 @@ def activate(x, ACTIVATION: tl.constexpr, ROUGH: tl.constexpr):
     elif ACTIVATION == "silu":
         return x * _logistic(x * _LOG2E)
     elif ACTIVATION == "gelu" and ROUGH:
-        return x * _logistic(x * (_E0 + x2 * (_E1 + x2 * (_E2 + x2 * _E3))))
+        return x * _logistic(x * (ERF_0 + x2 * (ERF_1 + x2 * (ERF_2 + x2 * ERF_3))))
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
-        return x * _logistic(x * (_T0 + x2 * _T1))
+        return x * _logistic(x * (TANH_0 + x2 * TANH_1))
     else:
         tl.static_assert(ACTIVATION == "gelu_taylor")
-        return x * (0.5 + x * (_C1 + x2 * (_C2 + x2 * _C3)))
+        return x * (0.5 + x * (TAYLOR_1 + x2 * (TAYLOR_2 + x2 * TAYLOR_3)))
 
 
 @triton.jit
@@ -90,18 +90,18 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, ROUGH: tl.constexpr):
         value = x * s
         return value, s + value * (1.0 - s)
     elif ACTIVATION == "gelu" and ROUGH:
-        s = _logistic(x * (_E0 + x2 * (_E1 + x2 * (_E2 + x2 * _E3))))
+        s = _logistic(x * (ERF_0 + x2 * (ERF_1 + x2 * (ERF_2 + x2 * ERF_3))))
         value = x * s
-        rise = _LN2 * _E0 + x2 * (3.0 * _LN2 * _E1 + x2 * (5.0 * _LN2 * _E2 + x2 * (7.0 * _LN2 * _E3)))
+        rise = _LN2 * ERF_0 + x2 * (3.0 * _LN2 * ERF_1 + x2 * (5.0 * _LN2 * ERF_2 + x2 * (7.0 * _LN2 * ERF_3)))
         return value, s + value * (1.0 - s) * rise
     elif ACTIVATION == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF))
         return x * phi, phi + x * _INV_SQRT_2PI * tl.exp(-0.5 * x2)
     elif ACTIVATION == "gelu_tanh":
-        s = _logistic(x * (_T0 + x2 * _T1))
+        s = _logistic(x * (TANH_0 + x2 * TANH_1))
         value = x * s
-        return value, s + value * (1.0 - s) * (_LN2 * _T0 + x2 * (3.0 * _LN2 * _T1))
+        return value, s + value * (1.0 - s) * (_LN2 * TANH_0 + x2 * (3.0 * _LN2 * TANH_1))
     else:
         tl.static_assert(ACTIVATION == "gelu_taylor")
-        value = x * (0.5 + x * (_C1 + x2 * (_C2 + x2 * _C3)))
-        return value, 0.5 + x * (2.0 * _C1 + x2 * (4.0 * _C2 + x2 * (6.0 * _C3)))
+        value = x * (0.5 + x * (TAYLOR_1 + x2 * (TAYLOR_2 + x2 * TAYLOR_3)))
+        return value, 0.5 + x * (2.0 * TAYLOR_1 + x2 * (4.0 * TAYLOR_2 + x2 * (6.0 * TAYLOR_3)))

@@ -53,15 +53,17 @@ class Batch:
         """Samples."""
         return self.k_offsets.shape[0] - 1
 
-    def tiles(self, side: str, block: int) -> Tensor:
+    def tiles(self, side: str, block: int, sorted: bool = True) -> Tensor:
         """The list of tiles of ``block`` rows of the queries ("q") or the keys ("k"): int32 [N, FIELDS].
 
         One record holds all that a program asks about its tile, so that it waits for one load and not for a chain of
         three (list, offsets, rows): sample, first row of the tile in the sample, and start and number of rows of the
         sample's queries and keys. Sample B is what lies behind the last offset: it sees nothing, so that its outputs
-        become 0.
+        become 0. Not ``sorted``: sample after sample instead (to measure what sorting gains), those that name no sample
+        last as well.
         """
-        return _cached(self, (side, block), lambda: _build(self, side, block))
+        what = (side, block) if sorted else (side, block, "in the batch's order")
+        return _cached(self, what, lambda: _build(self, side, block, sorted))
 
     def blocks(self, block: int) -> "Batch":
         """Each ``block`` rows of each sample, counted from its start, as a sample of their own; q and k the same."""
@@ -74,13 +76,12 @@ class Batch:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def _build(batch: Batch, side: str, block: int) -> Tensor:
+def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
     q_lens, k_lens = _lengths(batch)
     own, rows = (q_lens, batch.q_rows) if side == "q" else (k_lens, batch.k_rows)
     if side == "q" and batch.q_offsets is None:
         rows = batch.shared * batch.size
     sample, row = _in_order(own, rows // block + own.shape[0], block)
-    work = _visited(batch, side, q_lens, k_lens, sample, row, block)
     there = sample.clamp(min=0)
     rest = there == batch.size  # behind the last offset nothing is seen
     q_len, k_len = q_lens[there], k_lens[there]
@@ -89,6 +90,9 @@ def _build(batch: Batch, side: str, block: int) -> Tensor:
     unused = torch.zeros_like(there)
     fields = (sample, row, q_start, q_len, batch.k_offsets.long()[there], k_len, unused, unused)
     records = torch.stack(fields, 1).to(torch.int32)
+    if not sorted:
+        return records
+    work = _visited(batch, side, q_lens, k_lens, sample, row, block)
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
 
 

@@ -142,6 +142,8 @@ class Bench:
             outcome.timing, outcome.remarks = summary, summary.remarks()
             if self._computes[name] == "softmax":
                 outcome.remarks.append(f"softmax attention of equal FLOPs, not {self.case.subject}")
+            elif self._computes[name] != "same":
+                outcome.remarks.append(f"{self.case.subject} with {self._computes[name]}")
             self._finish(outcome, name, direction)
 
     def _finish(self, outcome: Outcome, name: str, direction: Direction) -> None:

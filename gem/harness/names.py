@@ -93,6 +93,12 @@ PEERS: dict[str, Peer] = {
     "torch_padded": Peer("gem's trainer on padded batches, attention by torch", None, ("e2e",)),
     "deepspeed_padded": Peer("the padded model in DeepSpeed's ZeRO", "package:deepspeed", ("e2e",)),
     "jfa_v1": Peer("gem's own first generation of the Triton kernels", "cuda, triton", ("jagged_attention",)),
+    "gluon_unsorted": Peer(
+        "impl='gluon' by tiles in the batch's order, dealt straight", "cuda:sm90, triton", ("gdpa",)
+    ),
+    "gluon_drained": Peer("impl='gluon' that ends a job before the next begins", "cuda:sm90, triton", ("gdpa",)),
+    "gluon_tanh": Peer("impl='gluon' with gelu_tanh instead of gelu_taylor", "cuda:sm90, triton", ("gdpa",)),
+    "gluon_plain": Peer("impl='gluon' without warp specialisation, long keys", "cuda:sm90, triton", ("gdpa",)),
 }
 
 

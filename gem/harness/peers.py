@@ -2,7 +2,7 @@
 
 A peer is one class in a module of its family, ``peer_<family>.py``; adding one = that file and a line in ``REGISTRY``
 (and in ``names.PEERS``, where declarations are checked without torch). A peer that computes another function of the
-same FLOPs (softmax instead of GDPA's activation) is checked against the oracle of what it does compute.
+same FLOPs (softmax, or another of GDPA's activations) is checked against the oracle of what it does compute.
 
 Legend: T rows of all samples (TQ, TK), B samples, H heads, D head_dim.
 """
@@ -35,14 +35,20 @@ REGISTRY = {
     "mkl_gdpa": "gem.harness.peer_gdpa:MklGdpa",
     "hstu": "gem.harness.peer_gdpa:Hstu",
     "jfa_v1": "gem.harness.peer_generations:JfaV1",
+    "gluon_unsorted": "gem.harness.peer_ablation:Changed",
+    "gluon_drained": "gem.harness.peer_ablation:Changed",
+    "gluon_tanh": "gem.harness.peer_ablation:Changed",
+    "gluon_plain": "gem.harness.peer_ablation:Changed",
 }
-_SAME_FOR_GDPA = ("padded", "mkl_gdpa", "hstu")
+_SAME_FOR_GDPA = ("padded", "mkl_gdpa", "hstu", "gluon_unsorted", "gluon_drained", "gluon_plain")
+_OTHER_ACTIVATION = {"gluon_tanh": "gelu_tanh"}
 
 
 class Contestant(Protocol):
     """What the subject and every peer offer. Built from ``Inputs`` and its name; building may take its time.
 
-    computes      "same" = the case's subject, "softmax" = softmax attention of equal FLOPs
+    computes      "same" = the case's subject, "softmax" = softmax attention of equal FLOPs, the name of an activation
+                  = GDPA with that one
     repeatable    promises bitwise the same result for the same inputs
     no_backward   why it has no backward here, "" when it has
     leaves        its own input tensors, in its own form, by name: the gradients that ``backward`` yields
@@ -85,8 +91,10 @@ def check_name(name: str) -> None:
 
 
 def computes(name: str, subject: str) -> str:
-    """ "same" when the peer computes the subject's own function, else "softmax"."""
-    return "same" if subject != "gdpa" or name in _SAME_FOR_GDPA else "softmax"
+    """ "same" when the peer computes the subject's own function, else "softmax" or the activation that it has."""
+    if subject != "gdpa" or name in _SAME_FOR_GDPA:
+        return "same"
+    return _OTHER_ACTIVATION.get(name, "softmax")
 
 
 # ---- what peers share: a case as softmax attention over contiguous segments of rows

@@ -205,7 +205,10 @@ KINDS = ("claim", "ablation", "scaling", "quality", "correctness", "throughput",
 
 
 def kind_of(suite: str) -> str:
-    """``scaling`` of suites/scaling/bbs.toml, ``claim`` of suites/claims.toml: the kind in a suite's path, or ''."""
+    """The kind in a suite's path, or '': ``scaling`` of suites/scaling/bbs.toml, ``claim`` of suites/claims.toml.
+
+    ``ablation`` of suites/throughput/gdpa_ablation.toml: what a suite is for goes before the folder that it lies in.
+    """
     path = PurePath(suite)
-    words = [*path.parts[:-1], path.stem]
+    words = [*path.parts[:-1], path.stem, *path.stem.split("_")]
     return next((kind for kind in KINDS for word in words if word in (kind, f"{kind}s")), "")

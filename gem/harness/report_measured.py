@@ -42,7 +42,10 @@ def measured_sections(lines: Sequence[Line], commands: Commands, runs: Sequence[
         parts = []
         for suite, own in kinds.get(kind, []):
             table = results_table(own, commands, runs, f"Metrics of {suite}")
-            parts.append((suite, _headline_cards(suite, own, commands, runs), table))
+            cards = _headline_cards(suite, own, commands, runs)
+            if kind == "ablation":
+                cards += _gain_cards(suite, own, commands, runs)
+            parts.append((suite, cards, table))
         if parts:
             sections.append(Section(kind or "measured", heading, note, parts))
     return sections
@@ -79,6 +82,39 @@ def _headline_card(suite: str, metric: str, lines: Sequence[Line], commands: Com
         rows.append(TableRow(cells, key, who(line), line.status, line.role))
     table = Table(f"{metric} of {suite}: {known.better} is better", columns, [("", rows)], sortable=False)
     return Card(" · ".join(filter(None, (metric, run))), f"{known.better} is better", table, about=suite, folded=False)
+
+
+def _gain_cards(suite: str, lines: Sequence[Line], commands: Commands, runs: Sequence[str]) -> list[Card]:
+    """Bars of what each part gains, a card a run: time without it over time with it, part by part."""
+    cards = []
+    for run, name in enumerate(runs):
+        bars: dict[str, list[tuple[Line, plots.Bar]]] = {}
+        for line in lines:
+            for row in line.rows:
+                if line.run == run and row.metric.startswith(names.RATIO_PREFIX) and row.value is not None:
+                    bar = plots.Bar(line.case, row.value, role=line.role, failed=line.wrong)
+                    bars.setdefault(row.metric.removeprefix(names.RATIO_PREFIX), []).append((line, bar))
+        if bars:
+            cards.append(_gain_card(suite, bars, commands, name))
+    return cards
+
+
+def _gain_card(suite: str, bars: dict[str, list[tuple[Line, plots.Bar]]], commands: Commands, run: str) -> Card:
+    limit = plots.bar_limit([bar for own in bars.values() for _, bar in own])
+    columns = [Column("case", "text"), Column("", "bar"), Column("gain", after=" ×")]
+    groups: list[tuple[str, list[TableRow]]] = []
+    for peer, own in bars.items():
+        rows = []
+        for line, bar in own:
+            key = commands.of_case(line.run, suite, line.case, f"{line.subject} {line.case}")
+            told = f"{line.case}, {line.direction}" if line.direction == "backward" else line.case
+            cells = [Cell(told), Cell(plots.bar(bar, limit, "×")), Cell(number(bar.value), bar.value)]
+            rows.append(TableRow(cells, key, f"{who(line)} {peer}", line.status, line.role))
+        about = names.PEERS.get(peer)
+        groups.append((f"{peer}: {about.what}" if about else peer, rows))
+    note = "time of the changed form over the unchanged one's: above 1 the part gains"
+    return Card(" · ".join(filter(None, ("gain", run))), note, Table(f"Gains of {suite}: {note}", columns, groups,
+        sortable=False), about=suite, folded=False)  # fmt: skip
 
 
 def waterfall_cards(run: int, document: Document, commands: Commands, name: str) -> list[Card]:

@@ -185,7 +185,8 @@ def _edges(lengths: Lengths) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_reference(inputs: Inputs, computes: str) -> Tensor:
-    """The oracle in the inputs' dtype. ``computes``: "same" = the subject itself, "softmax" = softmax on its q, k, v.
+    """The oracle in the inputs' dtype. ``computes``: "same" = the subject itself, "softmax" = softmax on its q, k, v,
+    the name of an activation = GDPA with it instead of the case's.
 
     Returns the output's rows [T, H, D], differentiable.
     """
@@ -197,7 +198,8 @@ def run_reference(inputs: Inputs, computes: str) -> Tensor:
         if computes == "softmax":
             rows = q.repeat(inputs.lengths.batch, 1, 1) if inputs.shared_queries else q
             return reference.jagged_attention(rows, k, v, q_offsets, k_offsets, causal=causal, window=window, **how)
-        how |= {"activation": params.activation, "qk_scale": params.qk_scale, "out_scale": params.out_scale}
+        activation = params.activation if computes == "same" else computes
+        how |= {"activation": activation, "qk_scale": params.qk_scale, "out_scale": params.out_scale}
         how |= {"causal": causal, "window": window, "broadcast_q": inputs.shared_queries}
         return reference.gdpa(q, k, v, None if inputs.shared_queries else q_offsets, k_offsets, **how)
     if isinstance(params, BlockAttentionParams):

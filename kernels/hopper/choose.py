@@ -1,8 +1,8 @@
 """Which of the Gluon forwards a call of GDPA runs on, from its shapes alone: nothing is read back from the device.
 
-"long": a program's two consumers take 64 queries each and walk the keys together (one lane), or each walks the keys of
-its own 64 queries (two lanes: for a few queries a sample, which fill no tile of 128). "short": keys stay in shared
-memory while up to ``rows`` queries of the sample pass.
+"long": a program's consumers take 64 queries each and walk the keys together (one lane), or each walks the keys of its
+own 64 queries (two lanes: for a few queries a sample, which fill no larger tile). "short": keys stay in shared memory
+while up to ``rows`` queries of the sample pass.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,17 @@ class Variant:
 
     kernel: str  # "long" or "short"
     rows: int  # queries of an entry of the tile list
-    q_tile: int  # queries that one copy brings in
     keys: int  # of a tile
     stages: int  # tiles of keys and values that are under way, a lane
+    consumers: int = 2  # warpgroups with 64 queries each
     lanes: int = 1  # walks at a time in a program
+    q_slots: int = 2  # blocks of 64 queries in shared memory, a consumer
+    q_registers: bool = False  # "long": queries are copied to registers before their products
+    turns: int = 0  # "long": consumers issue products in turns, handed on behind both (1) or between them (2)
+    values_first: bool = False  # "short": between two blocks of queries, the old one's last product goes first
+    # What only suites/throughput/gdpa_ablation.toml turns off.
+    zigzag: bool = True  # else jobs are dealt in the batch's own order, round after round the same way
+    pipelined: bool = True  # else a job (in "short" a block of queries) ends before the next one's products begin
 
 
 def choose(batch: Batch, head_dim: int) -> Variant:
@@ -34,6 +41,9 @@ def choose(batch: Batch, head_dim: int) -> Variant:
     return (_SHORT if batch.k_rows / samples <= _SHORT_KEYS else _LONG)[head_dim]
 
 
-_LONG = {64: Variant("long", 128, 128, 128, 4), 128: Variant("long", 128, 128, 128, 2)}
-_FEW = {64: Variant("long", 64, 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 64, 2, lanes=2)}
-_SHORT = {64: Variant("short", 512, 128, 64, 4), 128: Variant("short", 512, 128, 64, 4)}
+_LONG = {
+    64: Variant("long", 192, 128, 5, consumers=3, q_slots=1, turns=1),
+    128: Variant("long", 128, 128, 2, turns=1),
+}
+_FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
+_SHORT = {64: Variant("short", 1024, 64, 6, consumers=3), 128: Variant("short", 1024, 64, 4)}

@@ -1,13 +1,20 @@
 """Forward of GDPA on Hopper, long keys: the keys pass, the queries stay.
 
-A program holds two consumers of 64 queries each (a warpgroup, 240 registers a thread) and a producer, a warp, that
-fills rings in shared memory through the copy engine. One lane: both consumers work at a tile of 128 queries and read
-the same keys. Two lanes: each has jobs, a ring and a producer of its own, for queries that fill no tile of 128.
+A program holds two or three consumers of 64 queries each (a warpgroup; with three, 160 registers a thread instead of
+240) and a producer, a warp, that fills rings in shared memory through the copy engine. One lane: the consumers work at
+one tile of queries and read the same keys. Two lanes: each has jobs, a ring and a producer of its own, for queries that
+fill no larger tile.
 
 A stage of a ring holds the keys of tile i beside the values of tile i - 1, since a consumer puts the scores of tile i
 and the product of weights and values of tile i - 1 into the tensor core's queue together: one wait and one arrival a
-step. A job's last product runs beside the next job's first
-scores, so the queue is not emptied between jobs.
+step. Between jobs the queue is not emptied: the last product and the next job's first scores stand in it together, and
+the output leaves while the scores are computed.
+
+TURNS: consumers issue their products one after the other, so that while one waits for its products and computes
+weights, the others keep the tensor core busy. A turn is handed on behind both products (1) or between them (2).
+
+Weights go from step to step in fp32 and become operands right before their product: as 16-bit numbers they were taken
+apart and put together again at the loop's end, 64 instructions of 491 a step.
 
 Nothing is masked: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and what it stores stops
 at the sample's end. A job without keys reads no queries either, so that whatever they are its output is 0.
@@ -32,120 +39,174 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels.hopper.choose import Variant
-from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, record_of, weights_of
+from gem.kernels.hopper.parts import END, LAYOUT, dealt, factor_of, key_tiles, record_of, store_tile, weights_of
 from gem.kernels.launch import Launch
 
 
-def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool) -> Launch:
+def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
     """The kernel with the constants of a variant. Arguments: see ``gem.kernels.hopper.ops``."""
     return Launch(
-        _gdpa_long, LANES=variant.lanes, ACT=activation, FOLD=fold, N=variant.keys, D=head_dim,
-        STAGES=variant.stages, warps=4, ragged={0: variant.q_tile, 1: variant.keys, 2: variant.keys, 3: 64},
-        layout=LAYOUT,
+        _gdpa_long, CONSUMERS=variant.consumers, LANES=variant.lanes, SLOTS=variant.q_slots,
+        REGISTERS=int(variant.q_registers), TURNS=variant.turns, ZIGZAG=int(variant.zigzag),
+        PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold, LEAN=lean, N=variant.keys, D=head_dim,
+        STAGES=variant.stages, warps=4,
+        ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
 
 
 @gluon.jit
+def _issue(
+    q, k, p, v, acc, turn, W: gl.constexpr, NEXT: gl.constexpr, TURNS: gl.constexpr, N: gl.constexpr, D: gl.constexpr
+):
+    """Scores of this tile and the product of the one before, in the queue behind each other; and the turn handed on."""
+    zero = gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    scores = warpgroup_mma(q, k.reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if TURNS == 2:
+        mbarrier.arrive(turn.index(NEXT), count=1)
+    acc = warpgroup_mma(p, v.reshape([N, D]), acc, is_async=True)
+    if TURNS == 1:
+        mbarrier.arrive(turn.index(NEXT), count=1)
+    return scores, acc
+
+
+@gluon.jit
 def _consumer(
-    HALF: gl.constexpr, LANES: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, tiles, jobs,
-    heads, programs, shared, scale, out_scale,
+    W: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s,
+    q_full, q_empty, full, empty, turn, tiles, jobs, heads, programs, shared, scale, out_scale,
 ):  # fmt: skip
     M: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
+    Q_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     dtype: gl.constexpr = k_s.dtype
-    ROWS: gl.constexpr = 128 // LANES  # of a tile of queries
-    lane: gl.constexpr = HALF if LANES == 2 else 0
-    first: gl.constexpr = 0 if LANES == 2 else HALF * M  # row of the tile
+    lane: gl.constexpr = W if LANES == 2 else 0
+    first: gl.constexpr = 0 if LANES == 2 else W * M  # row of the tile
+    NEXT: gl.constexpr = (W + 1) % CONSUMERS
+    EARLY: gl.constexpr = 1 if W == 0 else 0  # the first consumer's first turn is given
+    factor = factor_of(scale, out_scale, ACT, LEAN)
     zero = gl.zeros([M, N], gl.float32, S_L)
     t = 0
     it = 0
-    job = dealt(0, lane, programs, LANES)
+    step = 0  # turns taken
+    job = dealt(0, lane, programs, LANES, ZIGZAG)
     sample, row, q_start, q_len, _, k_len, head = record_of(tiles, job, jobs, heads)
     valid = sample >= 0
-    p = gl.convert_layout(zero.to(dtype), P_L, assert_trivial=True)
+    w = zero
+    if REGISTERS:
+        q = gl.zeros([M, D], dtype, Q_L)
+    else:
+        q = q_s.index(W * SLOTS).reshape([M, D])
     if valid:
-        mbarrier.wait(q_full.index(2 * lane), 0)
+        mbarrier.wait(q_full.index(W * SLOTS), 0)
+        if REGISTERS:
+            q = q_s.index(W * SLOTS).reshape([M, D]).load(Q_L)
         mbarrier.wait(full.index(lane * STAGES), 0)
-        q = q_s.index(2 * lane).reshape([ROWS, D]).slice(first, M, 0)
-        s = warpgroup_mma(
-            q, k_s.index(lane * STAGES).reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        k = k_s.index(lane * STAGES).reshape([N, D]).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
+        if REGISTERS:
+            # Not before a product has used them: they may be read later than a copy that is mostly zeros arrives.
+            mbarrier.arrive(q_empty.index(W * SLOTS), count=1)
         mbarrier.arrive(empty.index(lane * STAGES), count=1)
-        p = gl.convert_layout(weights_of(s, scale, out_scale, ACT, FOLD, dtype).to(dtype), P_L, assert_trivial=True)
+        w = weights_of(s, scale, out_scale, ACT, FOLD, LEAN, dtype)
         it += 1
     while valid:
-        slot = 2 * lane + t % 2
-        q = q_s.index(slot).reshape([ROWS, D]).slice(first, M, 0)
+        # The next job's record comes while this one is worked at.
+        job = dealt(t + 1, lane, programs, LANES, ZIGZAG)
+        n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
         acc = gl.zeros([M, D], gl.float32, O_L)
         for _ in range(1, key_tiles(k_len, N)):
             stage = lane * STAGES + it % STAGES
+            p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
             mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-            s_f = warpgroup_mma(q, k_s.index(stage).reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-            acc_f = warpgroup_mma(p, v_s.index(stage).reshape([N, D]), acc, is_async=True)
+            if TURNS:
+                mbarrier.wait(turn.index(W), (step & 1) ^ EARLY)
+                step += 1
+            s_f, acc_f = _issue(q, k_s.index(stage), p, v_s.index(stage), acc, turn, W, NEXT, TURNS, N, D)
             s = warpgroup_mma_wait(1, deps=[s_f])
-            w = weights_of(s, scale, out_scale, ACT, FOLD, dtype)
+            w = weights_of(s, scale, out_scale, ACT, FOLD, LEAN, dtype)
             acc = warpgroup_mma_wait(0, deps=[acc_f])
             mbarrier.arrive(empty.index(stage), count=1)
-            p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
             it += 1
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        at, end, last = row + first, q_start + q_len, q_len
+        if not REGISTERS:
+            mbarrier.arrive(q_empty.index(W * SLOTS + t % SLOTS), count=1)
+        at, end, last, column = row + first, q_start + q_len, q_len, head * D
         if shared > 0:
             end = sample * shared + q_len
-        column = head * D
-        # The last product of this job beside the first of the next.
         t += 1
-        job = dealt(t, lane, programs, LANES)
-        sample, row, q_start, q_len, _, k_len, head = record_of(tiles, job, jobs, heads)
+        sample, row, q_start, q_len, k_len, head = n_sample, n_row, n_q_start, n_q_len, n_k_len, n_head
         valid = sample >= 0
         stage = lane * STAGES + it % STAGES
+        p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+        if TURNS:
+            mbarrier.wait(turn.index(W), (step & 1) ^ EARLY)
+            step += 1
+        # The last product of this job, and the first of the next beside this one's way out.
         if valid:
-            mbarrier.wait(q_full.index(2 * lane + t % 2), (t // 2) & 1)
-            q = q_s.index(2 * lane + t % 2).reshape([ROWS, D]).slice(first, M, 0)
-            s_f = warpgroup_mma(q, k_s.index(stage).reshape([N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+            slot = W * SLOTS + t % SLOTS
+            mbarrier.wait(q_full.index(slot), (t // SLOTS) & 1)
+            if REGISTERS:
+                q = q_s.index(slot).reshape([M, D]).load(Q_L)
+            else:
+                q = q_s.index(slot).reshape([M, D])
             acc_f = warpgroup_mma(p, v_s.index(stage).reshape([N, D]), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s_f])
-            w = weights_of(s, scale, out_scale, ACT, FOLD, dtype)
-            acc = warpgroup_mma_wait(0, deps=[acc_f])
+            k = k_s.index(stage).reshape([N, D]).permute((1, 0))
+            if PIPELINED:
+                s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
+                acc = warpgroup_mma_wait(1, deps=[acc_f])
+                store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+            else:
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
+                acc = warpgroup_mma_wait(0, deps=[acc_f])
+                store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
+                if TURNS:
+                    mbarrier.wait(turn.index(W), (step & 1) ^ EARLY)
+                    step += 1
+                s_f = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(NEXT), count=1)
+            s = warpgroup_mma_wait(0, deps=[s_f])
+            if REGISTERS:
+                mbarrier.arrive(q_empty.index(slot), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
-            p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
+            w = weights_of(s, scale, out_scale, ACT, FOLD, LEAN, dtype)
         else:
             acc_f = warpgroup_mma(p, v_s.index(stage).reshape([N, D]), acc, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(NEXT), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc_f])
+            store_tile(o_s.index(W), out_desc, acc, factor, at, end, last, column, FOLD, M, D)
         it += 1
-        o = o_s.index(HALF)
-        tma.store_wait(0)
-        if not FOLD:
-            acc = acc * out_scale
-        o.reshape([M, D]).store(acc.to(dtype))
-        fence_async_shared()
-        if at < last:
-            tma.async_copy_shared_to_global(out_desc, [END, end, END - last + at, column], o)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _producer(
-    lane: gl.constexpr, LANES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc,
-    k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs,
+    lane: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty,
+    full, empty, tiles, jobs, heads, programs,
 ):  # fmt: skip
     it = 0
     t = 0
-    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, lane, programs, LANES), jobs, heads)
+    job = dealt(0, lane, programs, LANES, ZIGZAG)
+    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     v_end, v_x, v_column = k_start, k_len, head  # of the tile before, whose values go with this one's keys
     while sample >= 0:
-        slot = 2 * lane + t % 2
-        mbarrier.wait(q_empty.index(slot), ((t // 2) & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-        q_x = gl.where(k_len > 0, END - q_len + row, END)
-        tma.async_copy_global_to_shared(
-            q_desc, [END, q_start + q_len, q_x, head * D], q_full.index(slot), q_s.index(slot)
-        )  # fmt: skip
+        for w in gl.static_range(CONSUMERS // LANES):
+            slot = (lane + w) * SLOTS + t % SLOTS
+            mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            q_x = gl.where(k_len > 0, END - q_len + row + w * 64, END)
+            tma.async_copy_global_to_shared(
+                q_desc, [END, q_start + q_len, q_x, head * D], q_full.index(slot), q_s.index(slot)
+            )  # fmt: skip
         for j in range(key_tiles(k_len, N)):
             stage = lane * STAGES + it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
@@ -166,9 +227,8 @@ def _producer(
             v_end, v_x, v_column = k_start + k_len, x, head * D
             it += 1
         t += 1
-        sample, row, q_start, q_len, k_start, k_len, head = record_of(
-            tiles, dealt(t, lane, programs, LANES), jobs, heads
-        )
+        job = dealt(t, lane, programs, LANES, ZIGZAG)
+        sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     if it > 0:
         stage = lane * STAGES + it % STAGES
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
@@ -178,46 +238,70 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
 def _gdpa_long(
-    q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, LANES: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, CONSUMERS: gl.constexpr,
+    LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ZIGZAG: gl.constexpr,
+    PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2 * LANES, 1, 1, 128 // LANES, D], q_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * SLOTS, 1, 1, 64, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [LANES * STAGES, 1, 1, N, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [LANES * STAGES, 1, 1, N, D], v_desc.layout)
-    o_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], out_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * LANES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * LANES, 1], mbarrier.MBarrierLayout())
+    o_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], out_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * SLOTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [LANES * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [LANES * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * LANES):
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS * SLOTS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2 // LANES)
+        mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(LANES * STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2 // LANES)
+        mbarrier.init(empty.index(i), count=CONSUMERS // LANES)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
     consumed = (
-        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs, shared, scale,
+        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, turn, tiles, jobs, heads, programs, shared, scale,
         out_scale,
     )  # fmt: skip
     produced = (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs)
-    if LANES == 1:
+    if LANES == 2:
+        gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
-                (_consumer, (0, LANES, ACT, FOLD, N, D, STAGES) + consumed),
-                (_consumer, (1, LANES, ACT, FOLD, N, D, STAGES) + consumed),
-                (_producer, (0, LANES, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+                (_producer, (1, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+            ],
+            [4, 1, 1], [240, 24, 24],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
+        gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, LANES, ACT, FOLD, N, D, STAGES) + consumed),
-                (_consumer, (1, LANES, ACT, FOLD, N, D, STAGES) + consumed),
-                (_producer, (0, LANES, N, D, STAGES) + produced),
-                (_producer, (1, LANES, N, D, STAGES) + produced),
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_consumer, (2, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                             ACT, FOLD, LEAN, N, D, STAGES) + consumed),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
             ],
-            [4, 1, 1], [240, 24, 24],
+            [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gem.kernels import launch
-from gem.kernels.hopper import gdpa_long, gdpa_short
+from gem.kernels.hopper import gdpa_long, gdpa_plain, gdpa_short, parts
 from gem.kernels.hopper.choose import Variant, choose
 from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
 from gem.kernels.ops import jagged_batch
 from gem.kernels.schedule import Batch
 
-_LAUNCH_OF = {"long": gdpa_long.launch_of, "short": gdpa_short.launch_of}
+_LAUNCH_OF = {"long": gdpa_long.launch_of, "short": gdpa_short.launch_of, "plain": gdpa_plain.launch_of}
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,17 @@ def gdpa_forward(
         return out.zero_()
     variant = variant or choose(batch, head_dim)
     kind = kind_of(batch, q_THD, k_THD, v_THD)
-    key = ("gluon forward", kind, activation, variant)
+    lean = parts.lean(activation, q_THD.dtype, qk_scale)
+    key = ("gluon forward", kind, activation, variant, lean)
     plan = PLANS.get(key)
     if plan is None:
         if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
             raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
         q_THD, k_THD, v_THD = (x if tma_fits(x) else _copy(x) for x in (q_THD, k_THD, v_THD))
-        plan = _Plan(variant, _LAUNCH_OF[variant.kernel](variant, head_dim, activation, folds(activation, q_THD)))
+        plan = _Plan(variant, _LAUNCH_OF[variant.kernel](variant, head_dim, activation, folds(activation, q_THD), lean))
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # copies have other strides than the call
             remember(key, plan)
-    tiles = batch.tiles("q", plan.variant.rows)
+    tiles = batch.tiles("q", plan.variant.rows, sorted=plan.variant.zigzag)
     jobs = tiles.shape[0] * heads
     if jobs >= 2**31:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} tiles and heads; accepted: up to 2**31")

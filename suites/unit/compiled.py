@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from gem.kernels import config
 from gem.kernels.launch import PLANS
 
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that one block may ask for
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
@@ -97,12 +98,31 @@ def _forget_kernels() -> None:
 def _resources(name: str, constants: dict[str, Any], kernel: Any, arch: int) -> Resources:
     ptx = kernel.asm["ptx"]
     tool = "ptxas-blackwell" if arch >= 100 else "ptxas"
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     suffix = "a" if arch >= 90 else ""
-    command = [str(ptxas), "-v", f"-arch=sm_{arch}{suffix}", "-o", "/dev/null", "-"]
+    command = [str(TOOLS / tool), "-v", f"-arch=sm_{arch}{suffix}", "-o", "/dev/null", "-"]
     log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert used and spilled, log
     warnings = [line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line]
     return Resources(name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, warnings)
+
+
+def product_loops(ptx: str, folder: Path) -> list[int]:
+    """Instructions from each jump back in sm_90a's machine code to where it goes, if wgmma is among them; ascending.
+
+    The first ones are innermost loops. Files go to ``folder``.
+    """
+    binary = folder / "kernel.cubin"
+    subprocess.run([TOOLS / "ptxas", "-arch=sm_90a", "-o", binary, "-"], input=ptx, text=True, check=True)
+    sass = subprocess.run([TOOLS / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True).stdout
+    code = [
+        (int(at, 16), operation, rest)
+        for at, operation, rest in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)(.*?);", sass)
+    ]
+    sizes = []
+    for at, operation, rest in code:
+        to = re.search(r"0x([0-9a-f]+)", rest) if operation == "BRA" else None
+        body = [op for place, op, _ in code if to and int(to[1], 16) <= place <= at]
+        sizes += [len(body)] * any(op.startswith("HGMMA") for op in body)
+    return sorted(sizes)

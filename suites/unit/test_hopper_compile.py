@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("TRITON_INTERPRET is set: Triton interprets and compiles nothing", allow_module_level=True)
 
 from attention_laws import offsets
-from compiled import SHARED_LIMIT, Resources, compiling_for
+from compiled import SHARED_LIMIT, Resources, compiling_for, product_loops
 
+from gem.kernels.hopper.choose import Variant, choose
+from gem.kernels.hopper.gdpa_plain import PLAIN
 from gem.kernels.hopper.ops import gdpa_forward
 from gem.kernels.schedule import Batch
 
@@ -38,15 +41,19 @@ CASES = [
 
 
 @functools.cache
-def compiled(name: str, head_dim: int, dtype: torch.dtype, activation: str) -> Resources:
-    """The one kernel of a call."""
+def compiled(name: str, head_dim: int, dtype: torch.dtype, activation: str, **changed: bool) -> Resources:
+    """The one kernel of a call; ``changed``: of its variant, or plain = that without warp specialisation."""
     q_lens, k_lens, shared = LENGTHS[name]
     q = torch.empty((shared or sum(q_lens), 2, head_dim), dtype=dtype)
     k = torch.empty((sum(k_lens), 2, head_dim), dtype=dtype)
     q_offsets = None if shared else offsets(q_lens)
     batch = Batch(q_offsets, offsets(k_lens), q.shape[0], k.shape[0], shared=shared)
+    variant: Variant | None = None
+    if changed:
+        variant = PLAIN[head_dim] if changed.pop("plain", False) else choose(batch, head_dim)
+        variant = replace(variant, **changed)
     with compiling_for(90) as found:
-        out = gdpa_forward(q, k, torch.empty_like(k), batch, activation=activation, qk_scale=0.1)
+        out = gdpa_forward(q, k, torch.empty_like(k), batch, activation=activation, qk_scale=0.1, variant=variant)
     assert out.shape == (sum(q_lens), 2, head_dim)
     (kernel,) = found
     return kernel
@@ -94,3 +101,56 @@ def test_every_activation_compiles(activation):
 def test_bf16_alone_takes_the_fitted_gelu(dtype, fitted):
     """It is good to 8 bits. The exact one has no reciprocal."""
     assert ("rcp.approx.ftz.f32" in compiled("short", 64, dtype, "gelu").ptx) is fitted
+
+
+# -- with one thing changed, for suites/throughput/gdpa_ablation.toml --------------------------------------------------
+
+
+def queued(ptx: str) -> int:
+    """Places where a product is waited for while another stands behind it in the tensor core's queue."""
+    return len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+1;", ptx))
+
+
+def instructions(ptx: str) -> int:
+    return sum(bool(re.match(r"\s+(@\S+\s+)?[a-z][\w.]*\s.*;", line)) for line in ptx.splitlines())
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("long", 128), ("long", 64), ("few", 128), ("short", 128)])
+def test_a_drained_kernel_has_both_products_queued_inside_a_job_alone(name, head_dim):
+    whole = compiled(name, head_dim, BF16, "gelu_taylor")
+    drained = compiled(name, head_dim, BF16, "gelu_taylor", pipelined=False)
+    assert (whole.constants["PIPELINED"], drained.constants["PIPELINED"]) == (1, 0)
+    consumers = whole.constants["CONSUMERS"]
+    assert (queued(whole.ptx), queued(drained.ptx)) == (2 * consumers, consumers)
+    assert drained.ptx.count("wgmma.mma_async") == whole.ptx.count("wgmma.mma_async")
+    assert drained.warnings == [] and drained.spilled <= MOST_SPILLED and drained.shared == whole.shared
+
+
+@pytest.mark.parametrize("name", ["long", "short"])
+def test_dealing_straight_changes_the_dealing_alone(name):
+    """Both halves of a round are the same then: a few instructions less wherever jobs are dealt, and no other."""
+    zigzag = compiled(name, 128, BF16, "gelu_taylor")
+    straight = compiled(name, 128, BF16, "gelu_taylor", zigzag=False)
+    assert (zigzag.constants["ZIGZAG"], straight.constants["ZIGZAG"]) == (1, 0)
+    assert 0 < instructions(zigzag.ptx) - instructions(straight.ptx) < 60
+    assert queued(straight.ptx) == queued(zigzag.ptx)
+    assert straight.warnings == [] and straight.spilled <= MOST_SPILLED
+
+
+def test_what_can_be_changed_costs_the_main_loop_nothing(tmp_path):
+    """Its instructions beside the products are what bounds it (docs/measured.md)."""
+    changed: list[dict[str, bool]] = [{}, {"pipelined": False}, {"zigzag": False}]
+    kernels = [compiled("long", 128, BF16, "gelu_taylor", **one) for one in changed]
+    # The main loop of each of two consumers; loops with more products in them are longer.
+    whole, *others = (product_loops(kernel.ptx, tmp_path)[:2] for kernel in kernels)
+    assert 300 < min(whole) <= max(whole) <= 365
+    assert all(max(loops) <= max(whole) for loops in others)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_without_warp_specialisation_all_warps_are_of_one_kind(head_dim):
+    plain = compiled("long", head_dim, BF16, "gelu_taylor", plain=True)
+    assert plain.name == "_gdpa_plain" and ".reqntid 256" in plain.ptx and "setmaxnreg" not in plain.ptx
+    assert queued(plain.ptx) == 2 and plain.shared <= SHARED_LIMIT[90]
+    assert "cp.async.bulk.tensor.4d.shared" in plain.ptx and "cp.async.bulk.tensor.4d.global" in plain.ptx
+    assert plain.warnings == [] and plain.spilled <= MOST_SPILLED

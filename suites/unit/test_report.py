@@ -368,7 +368,8 @@ def test_no_document_is_no_crash() -> None:
 @pytest.mark.parametrize(
     "suite, id",
     [("suites/claims.toml", "claim"), ("suites/scaling/x.toml", "scaling"), ("suites/ablation/x.toml", "ablation"),
-     ("suites/quality/x.toml", "quality"), ("mine/ablation.toml", "ablation")],
+     ("suites/quality/x.toml", "quality"), ("mine/ablation.toml", "ablation"),
+     ("suites/throughput/gdpa_ablation.toml", "ablation")],
 )  # fmt: skip
 def test_sections_appear_with_their_documents(suite: str, id: str) -> None:
     html = render(document([row(suite=suite, case=f"c{k}", direction="", metric="qps", value=1.0 + k) for k in (1, 2)]))

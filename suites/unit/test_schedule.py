@@ -81,6 +81,20 @@ def test_a_list_holds_every_tile_once_the_longest_work_first(batch_and_lens, sid
     assert all(record[0] == NO_SAMPLE for record in records[len(expected) :])
 
 
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from("qk"), blocks)
+def test_an_unsorted_list_holds_the_same_records_in_the_batchs_order(batch_and_lens, side, block):
+    batch, lens = batch_and_lens
+    found = enumerated(batch, lens, side, block)
+    expected = [record for _, record in found]
+    records = batch.tiles(side, block, sorted=False).tolist()
+    assert records[: len(expected)] == expected
+    assert all(record[0] == NO_SAMPLE for record in records[len(expected) :])
+    by_work = [record for _, record in sorted(found, key=lambda entry: -entry[0])]
+    assert batch.tiles(side, block).tolist()[: len(found)] == by_work  # kept apart, though of one batch
+    assert batch.tiles(side, block, sorted=False) is batch.tiles(side, block, sorted=False)
+
+
 @PROPERTY
 @given(batches(smallest=1), st.sampled_from("qk"), blocks, st.randoms(use_true_random=False))
 def test_shapes_alone_decide_how_long_a_list_is(batch_and_lens, side, block, random):

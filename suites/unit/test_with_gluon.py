@@ -203,16 +203,23 @@ def test_lengths_choose_the_kernel(fixture, kernel, lanes, head_dim):
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("programs", [1, 3, 132])
-def test_each_job_is_dealt_once_and_shares_differ_little(monkeypatch, programs, lanes):
-    """Jobs whose work falls evenly, as the list has them: no lane gets more than one job's fall beyond the others."""
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_each_job_is_dealt_once_and_shares_differ_little(monkeypatch, programs, lanes, zigzag):
+    """Jobs whose work falls evenly, as the list has them: no lane gets more than one job's fall beyond the others.
+
+    Dealt straight, the first lane gets the longest of each round.
+    """
     turns, shares = 6, []
     for program in range(programs):
         monkeypatch.setattr(parts.gl, "program_id", lambda axis, program=program: program)
         for lane in range(lanes):
-            shares.append([parts.dealt.fn(turn, lane, programs, lanes) for turn in range(turns)])
+            shares.append([parts.dealt.fn(turn, lane, programs, lanes, zigzag) for turn in range(turns)])
     assert sorted(job for share in shares for job in share) == list(range(turns * programs * lanes))
     assert all(share == sorted(share) for share in shares)  # a job that is not there ends a lane's work
-    assert len({sum(share) for share in shares}) == 1
+    if zigzag:
+        assert len({sum(share) for share in shares}) == 1
+    else:
+        assert [sum(share) for share in shares] == [sum(shares[0]) + turns * lane for lane in range(programs * lanes)]
 
 
 @pytest.fixture
@@ -242,10 +249,10 @@ def test_calls_of_one_kind_share_a_launch_and_other_kinds_do_not(launched):
 
 
 def test_the_arguments_of_a_launch(launched, monkeypatch):
-    """3 samples of 300, 0 and 700 queries and 10 rows behind them, short keys: tiles of 512 queries."""
+    """3 samples of 300, 0 and 1700 queries and 10 rows behind them, short keys: tiles of 1024 queries."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
-    q, k = rows(1010), rows(60)
-    out = forward(q, k, k, offsets([300, 0, 700]), offsets([10, 20, 30]), out_scale=3.0)
+    q, k = rows(2010), rows(60)
+    out = forward(q, k, k, offsets([300, 0, 1700]), offsets([10, 20, 30]), out_scale=3.0)
     (_, grid, q_given, k_given, _, out_given, tiles, jobs, heads, programs, shared, scale, out_scale) = launched[0]
     assert q_given is q and k_given is k and out_given is out and out.shape == q.shape
     assert jobs == 2 * len(tiles) and (heads, shared, scale, out_scale) == (2, 0, 0.5, 3.0)
@@ -254,8 +261,8 @@ def test_the_arguments_of_a_launch(launched, monkeypatch):
     # Sample, first row, queries, keys; sample 3 is what lies behind the last offset and sees nothing.
     assert sorted(there[:, [0, 1, 3, 5]].tolist()) == [
         [0, 0, 300, 10],
-        [2, 0, 700, 30],
-        [2, 512, 700, 30],
+        [2, 0, 1700, 30],
+        [2, 1024, 1700, 30],
         [3, 0, 10, 0],
     ]
     assert (tiles[len(there) :, 0] == -1).all()
