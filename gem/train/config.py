@@ -71,6 +71,7 @@ class PlanConfig(_Model):
     tables: Literal["v1", "v2", "v3"] = "v1"
     table_replicas: Positive = 1
     cuts: dict[str, Literal["table", "row", "column"]] = {}  # by table; in rows where nothing is said
+    gather: Literal["full", "fp8"] = "full"  # how weights of linear layers travel: gem.sharding.lowbits
 
 
 class TrainConfig(_Model):

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,12 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from gem.errors import RequestError
 from gem.model.gem_model import key
-from gem.sharding.lowbits import Gather, dequantise, gather_bytes, gather_in_fp8, quantise
+from gem.sharding.lowbits import EightBit, Gather, dequantise, gather_bytes, gather_in_fp8, quantise
 from gem.sharding.mesh import Plan
+from gem.sharding.start import sharded_stepper
 from gem.sharding.state import global_names
 from gem.sharding.step import ShardedStepper
 from gem.sharding.tables import sliced
 from gem.train.checkpoint import Checkpoints
+from gem.train.config import parse_config
 from gem.train.optimizers import RowwiseAdagrad, dense_optimizer
 from gem.train.world import World
 
@@ -201,6 +203,14 @@ def replaced() -> str:
     return str(caught.value)
 
 
+def wired(gather: str) -> list[str]:
+    """Linear layers whose weights travel in 8 bits, in a run that was told so by its configuration."""
+    told = parse_config(CONFIG | {"plan": {"gather": gather}}, "test")
+    one = sharded_stepper(small_schema(), told, World(dist.get_rank(), RANKS, torch.device("cpu"))).model
+    layers = {name: part.weight for name, part in one.named_modules() if isinstance(part, nn.Linear)}
+    return [name for name, weight in layers.items() if type(cast(DTensor, weight)._local_tensor) is EightBit]
+
+
 def everything(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {f"arrived {name}": arrived(mesh) for name, mesh in MESHES.items()}
     for dtype in (torch.float32, F64):
@@ -210,7 +220,9 @@ def everything(folder: str) -> dict[str, Any]:
         run = f"{folder}/{before}-{after}"
         found[f"before {before}"] = train(PLANS["all"], before, range(3), run, save=True)
         found[f"after {after}"] = train(FSDP, after, range(3, STEPS), run)
-    return found | {f"moved {gather}": moved(gather) for gather in ("full", "fp8")} | {"replaced": replaced()}
+    return found | {f"moved {gather}": moved(gather) for gather in ("full", "fp8")} | {
+        "replaced": replaced(), "wired": wired("fp8"), "not wired": wired("full")
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -401,3 +413,8 @@ def test_what_is_not_sharded_is_refused():
         gather_in_fp8(one)
     with pytest.raises(ValueError, match=r"^0\.weight: gathered now, or not sharded"):
         gather_bytes(copy.deepcopy(one), "fp8")
+
+
+def test_a_configuration_chooses_how_weights_travel(found):
+    for one in found:
+        assert one["not wired"] == [] and len(one["wired"]) == len(linear(model(torch.float32)))
