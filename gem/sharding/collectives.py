@@ -1,16 +1,23 @@
 """Collectives on rows, of any number a rank, each counted by the bytes that it sends.
 
-gloo and NCCL alike move bytes: what they do not know (float8, bf16 on some of gloo's) goes as uint8.
+gloo and NCCL alike move bytes: what they do not know (float8, bf16 on some of gloo's) goes as uint8. Bytes are those
+that a rank has to send to others, whichever way the backend goes about it; gem.sharding.watch counts them once more,
+beneath torch.distributed, and with them those of FSDP.
 
 Legend: N rows of this rank, D columns, G ranks of the group.
 """
 
+import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+SUMS = "sums"  # of a few numbers: counts, norms, losses
 
 
 @dataclass
@@ -22,6 +29,30 @@ class Traffic:
     def add(self, what: str, count: int) -> None:
         """Note ``count`` bytes."""
         self.sent[what] += count
+
+
+_now = threading.local()  # what this thread's collectives are for
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Collectives within are for ``what``, for who watches."""
+    before = told()
+    _now.what = what
+    try:
+        yield
+    finally:
+        _now.what = before
+
+
+def told() -> str | None:
+    """What the collective that this thread is about to start is for; None: its caller did not say."""
+    return getattr(_now, "what", None)
+
+
+def sum_bytes(elements: int, size: int, ranks: int) -> int:
+    """What a rank sends in an all-reduce of elements of ``size`` bytes: a reduce-scatter and an all-gather of parts."""
+    return 2 * (ranks - 1) * -(-elements // ranks) * size
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +77,8 @@ class Wire:
         received_GX = torch.empty_like(counts_GX)
         if self.size == 1:
             return counts_GX
-        dist.all_to_all_single(received_GX, counts_GX.contiguous(), group=self.group)
+        with telling(what):
+            dist.all_to_all_single(received_GX, counts_GX.contiguous(), group=self.group)
         self.traffic.add(what, counts_GX.nbytes // self.size * (self.size - 1))
         return received_GX
 
@@ -56,7 +88,8 @@ class Wire:
             return x
         raw_NB = _bytes(x)
         found_NB = raw_NB.new_empty(sum(receive), raw_NB.shape[1])
-        dist.all_to_all_single(found_NB, raw_NB, receive, send, group=self.group)
+        with telling(what):
+            dist.all_to_all_single(found_NB, raw_NB, receive, send, group=self.group)
         self.traffic.add(what, (sum(send) - send[self.rank]) * raw_NB.shape[1])
         return _like(found_NB, x)
 
@@ -65,14 +98,16 @@ class Wire:
         if self.size == 1:
             return [x]
         counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(self.size)]
-        dist.all_gather(counts, torch.tensor([len(x)], device=x.device), group=self.group)
+        with telling(what):
+            dist.all_gather(counts, torch.tensor([len(x)], device=x.device), group=self.group)
         lengths = [int(count) for count in counts]
         raw_NB = _bytes(x)
         padded_NB = raw_NB.new_zeros(max(lengths), raw_NB.shape[1])
         padded_NB[: len(x)] = raw_NB
         parts = [torch.empty_like(padded_NB) for _ in lengths]
-        dist.all_gather(parts, padded_NB, group=self.group)
-        self.traffic.add(what, padded_NB.nbytes * (self.size - 1))
+        with telling(what):
+            dist.all_gather(parts, padded_NB, group=self.group)
+        self.traffic.add(what, (counts[0].nbytes + padded_NB.nbytes) * (self.size - 1))
         return [_like(part[:n], x) for part, n in zip(parts, lengths, strict=True)]
 
     def gather_padded(self, x: Tensor, room: int, what: str) -> Tensor:
@@ -82,23 +117,32 @@ class Wire:
         if self.size == 1:
             return padded
         found = x.new_empty(self.size * room, *x.shape[1:])
-        dist.all_gather_into_tensor(found, padded, group=self.group)
-        self.traffic.add(what, padded.nbytes * (self.size - 1))
+        self.gather_into(found, padded, what)
         return found
+
+    def gather_into(self, found: Tensor, x: Tensor, what: str, *, async_op: bool = False) -> dist.Work | None:
+        """Every rank's x [N, …], alike in shape, into ``found`` [G N, …]; ``async_op``: once the work is waited for."""
+        with telling(what):
+            work = dist.all_gather_into_tensor(found, x, group=self.group, async_op=async_op)
+        self.traffic.add(what, x.nbytes * (self.size - 1))
+        return work
 
     def reduce_scatter(self, x: Tensor, what: str) -> Tensor:
         """This rank's part [N / G, …] of the ranks' sum of x [N, …]."""
         if self.size == 1:
             return x
         found = x.new_empty(len(x) // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(found, x.contiguous(), group=self.group)
+        with telling(what):
+            dist.reduce_scatter_tensor(found, x.contiguous(), group=self.group)
         self.traffic.add(what, found.nbytes * (self.size - 1))
         return found
 
     def sum(self, x: Tensor) -> Tensor:
         """The ranks' sum of x, in x itself."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            with telling(SUMS):
+                dist.all_reduce(x, group=self.group)
+            self.traffic.add(SUMS, sum_bytes(x.numel(), x.itemsize, self.size))
         return x
 
 

@@ -96,8 +96,7 @@ class ShardedTables:
             padded = own.new_zeros(room, own.shape[1])
             padded[: len(own)] = own
             shard = own.new_empty(room * self.replicas.size, own.shape[1])
-            work = dist.all_gather_into_tensor(shard, padded, group=self.replicas.group, async_op=True)
-            self.traffic.add("table shards", padded.nbytes * (self.replicas.size - 1))
+            work = self.replicas.gather_into(shard, padded, "table shards", async_op=True)
             self._waiting.append((name, shard, work))
 
     def release(self) -> None:
