@@ -1,7 +1,7 @@
 """Collectives on rows, of any number a rank, each counted by the bytes that it sends.
 
 gloo and NCCL alike move bytes: what they do not know (float8, bf16 on some of gloo's) goes as uint8. Bytes are those
-that a rank has to send to others, whichever way the backend goes about it; gem.sharding.watch counts them once more,
+that a rank has to send to others, whichever way the backend goes about it; gem.sharding.counting counts them once more,
 beneath torch.distributed, and with them those of FSDP.
 
 Legend: N rows of this rank, D columns, G ranks of the group.
@@ -82,12 +82,17 @@ class Wire:
         self.traffic.add(what, counts_GX.nbytes // self.size * (self.size - 1))
         return received_GX
 
-    def all_to_all(self, x: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
-        """The first ``send[0]`` rows of x [N, …] go to rank 0, the next ``send[1]`` to rank 1, …; back come theirs."""
+    def all_to_all(
+        self, x: Tensor, send: list[int], receive: list[int], what: str, out: Tensor | None = None
+    ) -> Tensor:
+        """The first ``send[0]`` rows of x [N, …] go to rank 0, the next ``send[1]`` to rank 1, …; back come theirs.
+
+        ``out``: where to, contiguous; else a new tensor.
+        """
         if self.size == 1:
             return x
         raw_NB = _bytes(x)
-        found_NB = raw_NB.new_empty(sum(receive), raw_NB.shape[1])
+        found_NB = raw_NB.new_empty(sum(receive), raw_NB.shape[1]) if out is None else _bytes(out)
         with telling(what):
             dist.all_to_all_single(found_NB, raw_NB, receive, send, group=self.group)
         self.traffic.add(what, (sum(send) - send[self.rank]) * raw_NB.shape[1])
