@@ -250,6 +250,10 @@ def metrics_page() -> str:
     assert ratio is not None
     note = "the peer's time over ours, or our rate over the peer's"
     groups["of an op"].append([f"`{names.RATIO_PREFIX}<peer>`", ratio.unit, ratio.better, note])
+    slowdown = names.metric(f"{names.SLOWDOWN_PREFIX}x")
+    assert slowdown is not None
+    note = "time beside the neighbour over time alone, measured in turns"
+    groups["of contention"].append([f"`{names.SLOWDOWN_PREFIX}<neighbour>`", slowdown.unit, slowdown.better, note])
     parts = [
         "What the metrics of an op mean, and how they are measured: [What a row says](../cases.md#what-a-row-says)."
     ]

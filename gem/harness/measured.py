@@ -32,19 +32,25 @@ class Metric:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.name not in names.METRICS:
+        if names.metric(self.name) is None:
             near = names.nearest(self.name, names.METRICS)
             raise ValueError(f"unknown metric {self.name!r}; accepted: {', '.join(names.METRICS)}{near}")
 
     @property
     def unit(self) -> str:
         """Of the value and the samples."""
-        return names.METRICS[self.name].unit
+        return self._known.unit
 
     @property
     def better(self) -> names.Better:
         """Which way is better."""
-        return names.METRICS[self.name].better
+        return self._known.better
+
+    @property
+    def _known(self) -> names.Metric:
+        found = names.metric(self.name)
+        assert found is not None
+        return found
 
 
 class Slice(Protocol):

@@ -9,6 +9,7 @@ from gem.harness import names
 from gem.harness.params import Finite, Params, as_tuple
 
 Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
 BalanceStrategy = Literal["none", "random", "bbs", "lpt", "samples", "budget", "global"]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -132,6 +133,39 @@ class QualityParams(Params):
         return self
 
 
+class ContentionParams(Params):
+    """Work on one GPU, alone and beside copies: by a kernel that holds SMs, and by the copy engine, all in turns.
+
+    `sms`: numbers of SMs held, each copying its part of `gbps` GB/s (what NVLink carries), 0 = held by nobody, which
+    shows the noise. `idle`: held and copying nothing. `engine`: also copies by the copy engine, as fast as it goes.
+    `gemm` is a product of [M, K] and [K, N], `gdpa` the forward on a fixture's lengths. A turn is `turn_ms` of calls,
+    back to back.
+    """
+
+    work: Literal["gemm", "gdpa"] = "gemm"
+    shape: Annotated[tuple[Count, Count, Count], BeforeValidator(as_tuple)] = (8192, 8192, 8192)  # M, N, K
+    fixture: str = "self_long"
+    impl: Literal["torch", "triton", "gluon"] = "triton"
+    heads: Count = 8
+    head_dim: Count = 128
+    sms: Annotated[tuple[NotNegative, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (0, 1, 8, 24)
+    idle: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = ()
+    engine: bool = True
+    gbps: Annotated[Finite, Field(gt=0)] = 240.0
+    turn_ms: Annotated[Finite, Field(gt=0, le=100)] = 10.0
+    budget_s: Annotated[Finite, Field(gt=0)] = 3.0
+    rounds: Count = 40  # at most
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _each_once(self) -> "ContentionParams":
+        for name in ("sms", "idle"):
+            given = getattr(self, name)
+            if list(given) != sorted(set(given)):
+                raise ValueError(f"{name} = {list(given)}; accepted: numbers of SMs in ascending order, each once")
+        return self
+
+
 # ---- which code measures what
 
 
@@ -165,5 +199,6 @@ MEASURED: dict[str, MeasuredSubject] = {
         },
     ),
     "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
+    "contention": MeasuredSubject(ContentionParams, ("scaling",), "gem.harness.subject_contention:Contention"),
     "quality": MeasuredSubject(QualityParams, ("quality",), "gem.harness.subject_quality:TrainedModel"),
 }

@@ -55,14 +55,20 @@ METRICS: dict[str, Metric] = {
     "bytes_moved": Metric("B", "lower"),  # between ranks, a step
     "largest_batch": Metric("x", "lower"),  # samples of the largest batch over the mean: what memory must allow for
     "samples_per_s": Metric("1/s", "higher"),  # through the readers, on one core
+    # of contention
+    "sm_free_gain": Metric("share", "higher"),  # what work gains when the most SMs held by a copy become the fewest
+    "engine_gain": Metric("share", "higher"),  # the same when they become none, the copy engine copying instead
 }
 RATIO_PREFIX = "ratio_to."
+SLOWDOWN_PREFIX = "slowdown."  # followed by what ran beside
 
 
 def metric(name: str) -> Metric | None:
-    """The metric called `name` (``ratio_to.<peer>`` included), or None when there is none."""
+    """The metric called `name` (``ratio_to.<peer>``, ``slowdown.<neighbour>`` included), or None when there is none."""
     if name.startswith(RATIO_PREFIX) and len(name) > len(RATIO_PREFIX):
         return Metric("x", "higher")  # peer's time / subject's time, or subject's rate / peer's rate
+    if name.startswith(SLOWDOWN_PREFIX) and len(name) > len(SLOWDOWN_PREFIX):
+        return Metric("x", "lower")  # time beside something / time alone
     return METRICS.get(name)
 
 
