@@ -7,7 +7,7 @@ that drifts or a noisy neighbour hits all alike. `qps` is a median over turns; r
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -93,11 +93,21 @@ class _Race:
         progress = progress_of(name, what, self.step)
         return self.workers[name].call(method, *args, timeout_s=self.case.timeout_s, on_report=progress)
 
-    def _failed(self, name: str, failure: WorkerFailure) -> None:
+    def _failed(self, name: str, failure: WorkerFailure, beside: str = "") -> None:
         outcome = self.lanes[name].outcome
-        outcome.status, outcome.reason = failure.status, failure.reason  # type: ignore[assignment]
+        outcome.status, outcome.reason = failure.status, failure.reason + beside  # type: ignore[assignment]
         # It may hold memory that the others need.
         self.workers[name].kill()
+
+    def _settle(self, waiting: list[str]) -> dict[str, int]:
+        """Have who waits hold as little of the device as it can; bytes by name."""
+        held: dict[str, int] = {}
+        for name in waiting:
+            try:
+                held[name] = self._ask(name, "settle", "settle")
+            except WorkerFailure as failure:
+                self._failed(name, failure)
+        return held
 
     def check(self) -> None:
         """Everyone's losses on the same batches, against those of the first own contestant that has some."""
@@ -133,16 +143,23 @@ class _Race:
     def set_up(self) -> None:
         """Each at its own best batch size, alone on the device."""
         for name in self._running():
-            self.lanes[name].ready = self._call(name, "find the batch size", "setup")
+            self._settle([other for other in self._running() if other != name])
+            if self.lanes[name].outcome.status == "pass":
+                self.lanes[name].ready = self._call(name, "find the batch size", "setup")
 
     def time(self) -> None:
         """Turns, then what else they found."""
 
         def turn(name: str) -> float:
+            held = self._settle([other for other in self._running() if other != name])
+            outcome = self.lanes[name].outcome
+            if outcome.status != "pass":  # it failed when it was to settle
+                raise WorkerFailure(outcome.status, outcome.reason)
             try:
                 return 1e3 * self._ask(name, "turn", "turn") / self.params.turn_steps
             except WorkerFailure as failure:
-                self._failed(name, failure)  # before the next one's turn, which may need its memory
+                # Before the next one's turn, which may need its memory.
+                self._failed(name, failure, beside_it(held) if failure.status == "oom" else "")
                 raise
 
         turns = {name: partial(turn, name) for name in self._running()}
@@ -159,6 +176,12 @@ class _Race:
             found = self._call(name, "finish", "finish")
             if found is not None:
                 lane.found = found
+
+
+def beside_it(held: Mapping[str, int]) -> str:
+    """What others held of the device while one ran out of memory: a half sentence, empty where nobody held any."""
+    told = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in held.items() if size)
+    return f"; beside it: {told}" if told else ""
 
 
 # ---- rows

@@ -9,6 +9,7 @@ import pytest
 from gem.harness import measured_params
 from gem.harness.case import MeasuredCase, build_cases
 from gem.harness.measured import DoesNotFit, best_batch
+from gem.harness.race import beside_it
 from gem.harness.results import Document, Row, case_status, own_status
 from gem.harness.runner import RunOptions, open_session, run, run_case
 from gem.harness.table import summarise
@@ -111,7 +112,17 @@ def test_who_fails_in_its_turn_is_gone_before_the_next_turn(monkeypatch: pytest.
     rows = rows_of(declare("toofast", "rowbyrow", params={"batches": [16]}))
     assert pick(rows, "toofast", "qps").status == "error" and pick(rows, "rowbyrow", "qps").status == "pass"
     at = told.index(("turn", "toofast"))
-    assert told[at + 1 : at + 3] == [("kill", "toofast"), ("turn", "rowbyrow")]
+    assert told[at + 1 : at + 4] == [("kill", "toofast"), ("settle", "gem"), ("turn", "rowbyrow")]
+    # Who waits has given back what it can before anybody's turn or search.
+    for at, (method, name) in enumerate(told):
+        if method in ("setup", "turn"):
+            others = {"gem", "toofast", "rowbyrow"} - {name} - {who for what, who in told[:at] if what == "kill"}
+            assert set(told[at - len(others) : at]) == {("settle", other) for other in others}
+
+
+def test_who_runs_out_of_memory_names_who_held_what_beside_it() -> None:
+    assert beside_it({"gem": 3 << 30, "flex": 0, "padded": 3 << 29}) == "; beside it: gem 3.0 GiB, padded 1.5 GiB"
+    assert beside_it({"gem": 0}) == beside_it({}) == ""
 
 
 def test_a_ratio_that_was_expected_and_does_not_exist_fails_the_case() -> None:
