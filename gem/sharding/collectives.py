@@ -98,21 +98,23 @@ class Wire:
         self.traffic.add(what, (sum(send) - send[self.rank]) * raw_NB.shape[1])
         return _like(found_NB, x)
 
-    def all_gather(self, x: Tensor, what: str) -> list[Tensor]:
-        """Every rank's x [N, …], whose N may differ, in the order of the ranks."""
+    def all_gather(self, x: Tensor, what: str, lengths: list[int] | None = None) -> list[Tensor]:
+        """Every rank's x [N, …], whose N may differ, in the order of the ranks. ``lengths``: these N, if known."""
         if self.size == 1:
             return [x]
-        counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(self.size)]
-        with telling(what):
-            dist.all_gather(counts, torch.tensor([len(x)], device=x.device), group=self.group)
-        lengths = [int(count) for count in counts]
+        if lengths is None:
+            counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(self.size)]
+            with telling(what):
+                dist.all_gather(counts, torch.tensor([len(x)], device=x.device), group=self.group)
+            self.traffic.add(what, counts[0].nbytes * (self.size - 1))
+            lengths = [int(count) for count in counts]
         raw_NB = _bytes(x)
         padded_NB = raw_NB.new_zeros(max(lengths), raw_NB.shape[1])
         padded_NB[: len(x)] = raw_NB
         parts = [torch.empty_like(padded_NB) for _ in lengths]
         with telling(what):
             dist.all_gather(parts, padded_NB, group=self.group)
-        self.traffic.add(what, (counts[0].nbytes + padded_NB.nbytes) * (self.size - 1))
+        self.traffic.add(what, padded_NB.nbytes * (self.size - 1))
         return [_like(part[:n], x) for part, n in zip(parts, lengths, strict=True)]
 
     def gather_padded(self, x: Tensor, room: int, what: str) -> Tensor:

@@ -93,3 +93,66 @@ class Placement:
     def bounds(self, table: Table) -> list[int]:
         """For tables cut in rows: the first row of each rank, and the end; [ranks + 1]."""
         return [self.piece(table, rank).rows.start for rank in range(self.ranks)] + [table.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Tables of one width, cut in columns or not: on each rank their pieces lie in one matrix, one behind the other.
+
+    All ids of a group are numbered on: id i of a table is ``offsets`` of that table + i. So numbered they fall into
+    blocks, runs of rows that lie side by side on one owner; ``shift`` is what leads from a number to the owner's row.
+    An owner's matrix is what its replicas gather, replica after replica, ``rows`` of each: the last rows of a table
+    that replicas do not divide are padding. Tables cut in columns have the same rows on all owners, so that their
+    blocks have no owner.
+    """
+
+    names: list[str]
+    dim: int
+    by_column: bool
+    columns: list[Range]  # by owner; all of them where tables are not cut in columns
+    rows: list[int]  # by owner, of one replica
+    first: list[dict[str, int]]  # by owner and table: its first row on a replica
+    offsets: dict[str, int]
+    bounds: list[int]  # numbers at which blocks begin, and the end
+    owners: list[int]  # by block
+    shifts: list[int]  # by block
+
+    @property
+    def tables(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+
+def grouped(placement: Placement, replicas: int) -> list[Group]:
+    """Groups of all tables, in the order in which they appear; ``replicas``: that a piece's rows are cut over."""
+    found: dict[tuple[int, bool], list[Table]] = {}
+    for table in placement.tables:
+        found.setdefault((table.dim, table.cut == "column"), []).append(table)
+    return [_group(placement, tables, *key, replicas) for key, tables in found.items()]
+
+
+def _group(placement: Placement, tables: list[Table], dim: int, by_column: bool, replicas: int) -> Group:
+    ranks = range(placement.ranks)
+    rows = [0 for _ in ranks]
+    first: list[dict[str, int]] = [{} for _ in ranks]
+    runs = {}  # what an owner has of a table, whatever its columns
+    for table in tables:
+        for rank in ranks:
+            run = Range(0, table.rows) if by_column else placement.piece(table, rank).rows
+            runs[table.name, rank] = run
+            first[rank][table.name] = rows[rank]
+            rows[rank] += -(-len(run) // replicas)
+    offsets, bounds, owners, shifts, end = {}, [], [], [], 0
+    for table in tables:
+        offsets[table.name] = end
+        for owner in ranks[:1] if by_column else ranks:
+            for replica in range(replicas):
+                part = runs[table.name, owner].chunk(replicas, replica)
+                if len(part):
+                    bounds.append(end + part.start)
+                    owners.append(owner)
+                    shifts.append(replica * rows[owner] + first[owner][table.name] - bounds[-1])
+        end += table.rows
+    columns = [Range(0, dim).chunk(placement.ranks, rank) if by_column else Range(0, dim) for rank in ranks]
+    names = [table.name for table in tables]
+    return Group(names, dim, by_column, columns, rows, first, offsets, [*bounds, end], owners, shifts)

@@ -4,60 +4,55 @@
     v2   a copy in each group of ranks; groups exchange gradients and keep equal copies, weights and optimizer state
     v3   fully sharded 2D: one copy over all ranks, and each group of replicas gathers its shard before it is read
 
-A step: ``gather`` (v3; it runs beside whatever comes next), ``fetch`` for each piece of the batch, backwards,
-``exchange_gradients``, ``step``. Each rank asks each owner once for each distinct id, of all tables in one exchange of
-ids and one of rows; gradients go back the same way and are added up on the owner in the order of the ranks. The
-optimizer is row-wise Adagrad on the owner (gem.train.optimizers), whose state is as long as the rows it holds.
+A step: ``gather`` (v3; it runs beside whatever comes next), ``fetch`` or ``pooled`` for each piece of the batch,
+backwards, ``exchange_gradients``, ``step``. All tables share each exchange (gem.sharding.routes): counts, ids, rows,
+and gradients on the way back. The optimizer is row-wise Adagrad on the owner (gem.sharding.adagrad), whose state is as
+long as the rows it holds.
 
 Where the source (v3) gathers shards again in the backward, updates them and reduce-scatters parameters, gradients' rows
 are sent to whose slice they are for: the same sums and no second gathered copy.
 
-Legend: N ids of a request, U distinct ones of a table, D columns, G ranks that a copy is cut over.
+Legend: N ids of a request, B its samples, V rows that any rank asked for, R rows of a replica's shard, D columns of a
+table, W of them on this rank, Q replicas, C groups of tables (gem.sharding.placement).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from gem.errors import RequestError
+from gem.sharding.adagrad import update
 from gem.sharding.collectives import Traffic, Wire
 from gem.sharding.mesh import Meshes
-from gem.sharding.placement import Piece, Placement, Range, Table
-from gem.train.optimizers import GradientRows, accumulators, lookup, recorded, summed, update_rows
+from gem.sharding.placement import Group, Piece, Placement, Table, grouped
+from gem.sharding.routes import Asked, BagRoute, HandOut, Part, Roads, RowRoute, added_up
 
 Weights = Callable[[Table, Piece], Tensor]  # what a piece begins with
-
-
-@dataclass(eq=False)
-class _Route:
-    """One exchange of ids: who asked whom for what, and what was handed out."""
-
-    tables: list[str]  # in the order of the exchange
-    send: dict[str, list[int]]  # by table: distinct ids that go to each rank
-    receive_GT: list[list[int]]  # from each rank, by table
-    asked: dict[str, list[Tensor]]  # by table: local row numbers that each rank asked for
-    handed: dict[str, Parameter] = field(default_factory=dict)  # by table: rows [U, D], which lookups read
+Lookup = tuple[str, Tensor]  # table, ids of any shape
+Bags = tuple[str, Tensor, Tensor]  # table, ids [N], offsets [B + 1]: sample b has ids[offsets[b]:offsets[b + 1]]
+Rows = tuple[Tensor, Tensor]  # which [V], and values or gradients [V, W]
 
 
 class ShardedTables:
     """Tables of a plan on this rank. Every rank makes the same calls in the same order.
 
-    weights   gives the piece of a table that this rank begins with; see ``sliced``
-    lr        of the next step; a plain attribute, for schedules
+    weights     gives the piece of a table that this rank begins with; see ``sliced``. All of one dtype: fp32, bf16
+                (updated in fp32 and rounded stochastically, gem.sharding.adagrad) or fp64
+    lr          of the next step; a plain attribute, for schedules
+    dtype       of the rows that are handed out; None: the weights'
+    whole_rows  of tables cut in columns: whether Adagrad's mean over a row is that of the whole row, as in one process,
+                or of the columns that a rank has, as in TorchRec
     """
 
     def __init__(
         self, tables: Sequence[Table], meshes: Meshes, weights: Weights, *, lr: float, eps: float = 1e-8,
         initial: float = 0.0, device: torch.device | None = None, traffic: Traffic | None = None,
+        dtype: torch.dtype | None = None, whole_rows: bool = True,
     ) -> None:  # fmt: skip
-        self.kind, self.lr, self.eps = meshes.plan.tables, lr, eps
+        self.kind, self.lr, self.eps, self.whole_rows = meshes.plan.tables, lr, eps, whole_rows
         self.traffic = traffic or Traffic()
         self.owners = Wire(meshes.tables.get_group("table_shard"), self.traffic)
         self.replicas = Wire(meshes.tables.get_group("table_replica"), self.traffic)
@@ -65,16 +60,29 @@ class ShardedTables:
         self.tables = {table.name: table for table in tables}
         self.pieces = {table.name: self.placement.piece(table, self.owners.rank) for table in tables}
         self.held = {name: self._held(piece) for name, piece in self.pieces.items()}
-        self.weights = {name: weights(self.tables[name], piece).to(device) for name, piece in self.held.items()}
+        self._copies = self.replicas.size if self.kind == "v3" else 1  # that a shard is gathered from
+        self._groups = grouped(self.placement, self._copies)
+        begun = {name: weights(self.tables[name], piece).to(device) for name, piece in self.held.items()}
         for name, piece in self.held.items():
-            if tuple(self.weights[name].shape) != piece.shape:
-                found = tuple(self.weights[name].shape)
+            if tuple(begun[name].shape) != piece.shape:
+                found = tuple(begun[name].shape)
                 raise RequestError(f"table {name!r}: weights {found} of rank's piece; accepted: {piece.shape}")
-        self.sums = {name: accumulators(weight, initial) for name, weight in self.weights.items()}
-        self._shards: dict[str, Tensor] = {}  # what lookups read on this rank
-        self._waiting: list[tuple[str, Tensor, Any]] = []
-        self._routes: list[_Route] = []
-        self._gradients: dict[str, GradientRows] = {}
+        kinds = {weight.dtype for weight in begun.values()}
+        if len(kinds) > 1 or not kinds <= {torch.float32, torch.bfloat16, torch.float64}:
+            raise RequestError(f"tables: weights of {sorted(map(str, kinds))}; accepted: one of fp32, bf16, fp64")
+        self.dtype = dtype or next(iter(kinds))
+        self._sums_dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        # By group [R, W] and [R]; by table its rows of them, which are what is trained.
+        self._own = [self._matrix(group, begun) for group in self._groups]
+        self._sums = [torch.full((len(own),), initial, dtype=self._sums_dtype, device=device) for own in self._own]
+        self.weights, self.sums = self._views(self._own), self._views(self._sums)
+        self.roads = Roads(self.owners, self._groups, self._copies, self._sums_dtype)
+        self._places = {name: self._blocks_of(group, name) for group in self._groups for name in group.names}
+        self._anchor = torch.zeros((), requires_grad=True, device=device)
+        self._shards: list[Tensor] = []  # what is read on this rank, by group
+        self._waiting: list[Any] = []
+        self._routes: list[RowRoute | BagRoute] = []
+        self._gradients: list[Rows] = []
 
     def _held(self, piece: Piece) -> Piece:
         """What this rank keeps of its group's piece: v3 cuts its rows over the replicas."""
@@ -82,236 +90,276 @@ class ShardedTables:
             return piece
         return Piece(piece.rows.chunk(self.replicas.size, self.replicas.rank), piece.columns)
 
+    def _matrix(self, group: Group, begun: Mapping[str, Tensor]) -> Tensor:
+        rank = self.owners.rank
+        width = len(group.columns[rank])
+        found = begun[group.names[0]].new_zeros(group.rows[rank] if width else 0, width)
+        for name in group.names:
+            first = group.first[rank][name]
+            found[first : first + len(begun[name])] = begun[name]
+        return found
+
+    def _views(self, matrices: Sequence[Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for group, matrix in zip(self._groups, matrices, strict=True):
+            for name in group.names:
+                first = group.first[self.owners.rank][name]
+                found[name] = matrix[first : first + len(self.held[name].rows)]
+        return {name: found[name] for name in self.tables}
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start to collect the shards that ``fetch`` reads. Only v3 has to; to the others it means nothing."""
-        self._shards = {}
-        for name, own in self.weights.items():
-            if self.kind != "v3" or self.replicas.size == 1:
-                self._shards[name] = own
-                continue
-            piece = self.pieces[name]
-            room = -(-len(piece.rows) // self.replicas.size)
-            padded = own.new_zeros(room, own.shape[1])
-            padded[: len(own)] = own
-            shard = own.new_empty(room * self.replicas.size, own.shape[1])
-            work = self.replicas.gather_into(shard, padded, "table shards", async_op=True)
-            self._waiting.append((name, shard, work))
+        """Start to collect the shards that are read. Only v3 has to; to the others it means nothing."""
+        self._shards, self._waiting = list(self._own), []
+        if self._copies == 1:
+            return
+        for number, own in enumerate(self._own):
+            if own.numel():
+                self._shards[number] = own.new_empty(self._copies * len(own), own.shape[1])
+                work = self.replicas.gather_into(self._shards[number], own, "table shards", async_op=True)
+                self._waiting.append(work)
 
     def release(self) -> None:
         """Drop what ``gather`` collected: after the last ``fetch`` of a step, before activations are at their peak."""
         self._arrived()
-        self._shards = {}
+        self._shards = []
 
-    def _arrived(self) -> None:
-        for name, shard, work in self._waiting:
+    def _arrived(self) -> list[Tensor]:
+        for work in self._waiting:
             work.wait()
-            # Chunks but the last are full, so the rows lie as they are numbered, and what is behind them is padding.
-            self._shards[name] = shard[: len(self.pieces[name].rows)]
         self._waiting.clear()
+        return self._shards
 
-    def fetch(self, requests: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Rows [*ids.shape, D] for each (table, ids of any shape); their gradients are recorded as backwards run."""
+    def fetch(self, requests: Sequence[Lookup]) -> list[Tensor]:
+        """Rows [*ids.shape, D] for each request, of all tables in one go; backwards leave their gradients here."""
+        self._check([(name, ids) for name, ids in requests])
+        if not self._shards:
+            self.gather()
+        numbered: list[Tensor | None] = []
+        members = self._members(requests)
+        for group, mine in zip(self._groups, members, strict=True):
+            ids = [requests[i][1].reshape(-1) + group.offsets[requests[i][0]] for i in mine]
+            numbered.append(torch.cat(ids) if ids else None)
+        with torch.no_grad():
+            route = RowRoute(self.roads, numbered, self._arrived(), self._device)
+        shapes = [torch.Size((*ids.shape, self.tables[name].dim)) for name, ids in requests]
+        return self._handed_out(route, members, shapes)
+
+    def pooled(self, requests: Sequence[Bags]) -> list[Tensor]:
+        """Sums [B, D] of each sample's rows, zeros where it has none; the owners form them, a row a sample."""
+        self._check([(name, ids) for name, ids, _ in requests])
+        for name, ids, offsets in requests:
+            if ids.dim() != 1 or offsets.dim() != 1 or not len(offsets) or int(offsets[-1]) != len(ids):
+                raise RequestError(
+                    f"table {name!r}: offsets {tuple(offsets.shape)} of ids {tuple(ids.shape)}; "
+                    f"accepted: [samples + 1], from 0 to the number of ids"
+                )
+        if not self._shards:
+            self.gather()
+        members = self._members(requests)
+        asked = [self._bags([requests[i] for i in mine]) if mine else None for mine in members]
+        with torch.no_grad():
+            route = BagRoute(self.roads, asked, self._arrived(), self._device)
+        shapes = [torch.Size((len(offsets) - 1, self.tables[name].dim)) for name, _, offsets in requests]
+        return self._handed_out(route, members, shapes)
+
+    def _handed_out(
+        self, route: RowRoute | BagRoute, members: list[list[int]], shapes: list[torch.Size]
+    ) -> list[Tensor]:
+        self._routes.append(route)
+        found: dict[int, Tensor] = {}
+        for lane, mine in zip(route.lanes, members, strict=True):
+            if mine:
+                rows = HandOut.apply(self._anchor, lane, [shapes[i] for i in mine], self.dtype)
+                found |= dict(zip(mine, rows, strict=True))
+        return [found[i] for i in range(len(shapes))]
+
+    def _members(self, requests: Sequence[Any]) -> list[list[int]]:
+        """Of each group the requests' numbers."""
+        return [[i for i, one in enumerate(requests) if one[0] in group.offsets] for group in self._groups]
+
+    def _bags(self, requests: Sequence[Bags]) -> Asked:
+        addresses, places = [], []
+        for name, ids, _ in requests:
+            starts, place, shift = self._places[name]
+            if len(place) == 1:
+                addresses.append(ids + shift)
+                places.append(place.expand(len(ids)))
+            else:
+                block = torch.bucketize(ids, starts, right=True)
+                addresses.append(ids + shift[block])
+                places.append(place[block])
+        lengths = torch.cat([offsets.diff() for _, _, offsets in requests])
+        addresses_N = torch.cat(addresses)
+        numbers = torch.arange(len(lengths), device=self._device)
+        bags_N = torch.repeat_interleave(numbers, lengths, output_size=len(addresses_N))
+        return Asked(addresses_N, torch.cat(places), bags_N, len(lengths))
+
+    def _blocks_of(self, group: Group, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids at which a table's second and later blocks begin; of each block its owner's place; address less id."""
+        first = group.offsets[name]
+        at = [s for s, bound in enumerate(group.bounds[:-1]) if first <= bound < first + self.tables[name].rows]
+        starts = torch.tensor([group.bounds[s] - first for s in at[1:]], dtype=torch.int64, device=self._device)
+        place = torch.tensor([self.roads.place_of[group.owners[s]] for s in at], device=self._device)
+        return starts, place, torch.tensor([group.shifts[s] + first for s in at], device=self._device)
+
+    def _check(self, requests: Sequence[Lookup]) -> None:
+        least_and_most = []
         for name, ids in requests:
             if name not in self.tables:
                 raise RequestError(f"table {name!r}; accepted: {', '.join(self.tables)}")
             if ids.dtype not in (torch.int32, torch.int64):
                 raise RequestError(f"table {name!r}: ids of {ids.dtype}; accepted: int32, int64")
-        if not self._shards and not self._waiting:
-            self.gather()
-        wanted: dict[str, list[Tensor]] = {name: [] for name in self.tables}
+            if ids.numel():
+                least_and_most += ids.aminmax()
+        found = iter(torch.stack([x.long() for x in least_and_most]).tolist() if least_and_most else [])
         for name, ids in requests:
-            wanted[name].append(ids.reshape(-1).long())
-        distinct, which = {}, {}
-        for name, parts in wanted.items():
-            flat_N = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self._device)
-            distinct[name], inverse_N = torch.unique(flat_N, return_inverse=True)
-            which[name] = iter(inverse_N.split([len(part) for part in parts]))
-            self._check_ids(name, distinct[name])
-        route = self._ask(distinct)
-        self._routes.append(route)
-        return [lookup(next(which[name]).reshape(ids.shape), route.handed[name]) for name, ids in requests]
-
-    def _check_ids(self, name: str, ids_U: Tensor) -> None:
-        if len(ids_U) and not (int(ids_U[0]) >= 0 and int(ids_U[-1]) < self.tables[name].rows):
-            wrong = int(ids_U[0]) if int(ids_U[0]) < 0 else int(ids_U[-1])
-            raise RequestError(f"table {name!r}: id {wrong}; accepted: 0 to {self.tables[name].rows - 1}")
+            if ids.numel():
+                least, most = next(found), next(found)
+                if least < 0 or most >= self.tables[name].rows:
+                    wrong = least if least < 0 else most
+                    raise RequestError(f"table {name!r}: id {wrong}; accepted: 0 to {self.tables[name].rows - 1}")
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.weights.values())).device
-
-    def _ask(self, distinct: Mapping[str, Tensor]) -> _Route:
-        """Exchange ids and rows."""
-        names, ranks = list(self.tables), range(self.owners.size)
-        send: dict[str, list[int]] = {}
-        parts: list[list[Tensor]] = [[] for _ in ranks]  # by rank, by table: row numbers of the owner
-        for name in names:
-            table, ids_U = self.tables[name], distinct[name]
-            if table.cut == "row":
-                bounds = torch.tensor(self.placement.bounds(table), device=ids_U.device)
-                at = torch.searchsorted(ids_U, bounds).tolist()
-                ranges = [(at[g], at[g + 1], int(bounds[g])) for g in ranks]
-            else:
-                owners = set(self.placement.owners(table))
-                ranges = [(0, len(ids_U) if g in owners else 0, 0) for g in ranks]
-            send[name] = [stop - start for start, stop, _ in ranges]
-            for g, (start, stop, first) in enumerate(ranges):
-                parts[g].append(ids_U[start:stop] - first)
-        counts_GT = torch.tensor([[send[name][g] for name in names] for g in ranks], device=self._device)
-        receive_GT = self.owners.transpose(counts_GT, "counts").tolist()
-        to, from_ = [sum(row) for row in counts_GT.tolist()], [sum(row) for row in receive_GT]
-        ids_N = self.owners.all_to_all(torch.cat([x for part in parts for x in part]), to, from_, "ids")
-        asked: dict[str, list[Tensor]] = {name: [] for name in names}
-        for row, part_N in zip(receive_GT, ids_N.split(from_), strict=True):
-            for name, local in zip(names, part_N.split(row), strict=True):
-                asked[name].append(local)
-        route = _Route(names, send, receive_GT, asked)
-        self._answer(route)
-        return route
-
-    @torch.no_grad()
-    def _answer(self, route: _Route) -> None:
-        self._arrived()
-        ranks = range(self.owners.size)
-        rows = [self._shards[name].index_select(0, route.asked[name][g]) for g in ranks for name in route.tables]
-        found = self._rows_back(route, torch.cat([x.reshape(-1) for x in rows]), "rows", backwards=False)
-        for name, parts in found.items():
-            table = self.tables[name]
-            whole = torch.cat(parts, 1) if table.cut == "column" else torch.cat(parts, 0)
-            route.handed[name] = Parameter(whole)
-
-    def _rows_back(self, route: _Route, flat: Tensor, what: str, backwards: bool) -> dict[str, list[Tensor]]:
-        """Rows over a route: from owners to who asked, by table and rank; ``backwards``: gradients, the other way."""
-        ranks, names = range(self.owners.size), route.tables
-        width = {(name, g): len(self.placement.piece(self.tables[name], g).columns) for name in names for g in ranks}
-        own = self.owners.rank
-        asking = [[route.send[name][g] * width[name, g] for name in names] for g in ranks]  # elements
-        owning = [[n * width[name, own] for name, n in zip(names, route.receive_GT[g], strict=True)] for g in ranks]
-        send, receive = (asking, owning) if backwards else (owning, asking)
-        got = self.owners.all_to_all(flat, [sum(x) for x in send], [sum(x) for x in receive], what)
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-        for g, part in zip(ranks, got.split([sum(x) for x in receive]), strict=True):
-            for name, values in zip(names, part.split(receive[g]), strict=True):
-                columns = width[name, own] if backwards else width[name, g]
-                count = route.receive_GT[g][names.index(name)] if backwards else route.send[name][g]
-                found[name].append(values.reshape(count, columns))
-        if not backwards:
-            owners = {name: self.placement.owners(self.tables[name]) for name in names}
-            found = {name: [parts[g] for g in owners[name]] for name, parts in found.items()}
-        return found
+        return self._own[0].device
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what was handed out."""
-        self._routes.clear()
-        self._gradients.clear()
+        self._routes, self._gradients = [], []
 
     @torch.no_grad()
     def exchange_gradients(self) -> None:
         """Bring the sums of all ranks' gradients to who keeps the rows. After the last backward of a step."""
-        parts: dict[str, list[GradientRows]] = {name: [] for name in self.tables}
+        parts: list[list[Part]] = [[] for _ in self._groups]
         for route in self._routes:
-            for name, found in self._to_owners(route).items():
-                parts[name] += found
-        self._routes.clear()
-        for name in self.tables:
-            total = summed(parts[name]) if parts[name] else self._none(name)
-            self._gradients[name] = self._among_replicas(name, total)
+            for mine, part in zip(parts, route.gradients(), strict=True):
+                mine.append(part)
+        self._routes = []
+        found = [self._added_up(number, mine) for number, mine in enumerate(parts)]
+        if self.replicas.size > 1:
+            found = self._to_slices(found) if self.kind == "v3" else self._to_copies(found)
+        self._gradients = found
 
-    def _to_owners(self, route: _Route) -> dict[str, list[GradientRows]]:
-        gradients = {}
-        for name, rows_UD in route.handed.items():
-            records = recorded(rows_UD)
-            gradient_UD = torch.zeros_like(rows_UD, dtype=self._sums_dtype(name))
-            if records:
-                ids_V, rows_VD, _ = summed(records)
-                gradient_UD.index_copy_(0, ids_V, rows_VD.to(gradient_UD.dtype))
-            gradients[name] = gradient_UD
-        flat = []
-        for g in range(self.owners.size):
-            for name in route.tables:
-                table, count = self.tables[name], route.send[name][g]
-                if table.cut == "column":
-                    columns = self.placement.piece(table, g).columns
-                    flat.append(gradients[name][:count, columns.start : columns.stop])
-                else:
-                    start = sum(route.send[name][:g]) if table.cut == "row" else 0
-                    flat.append(gradients[name][start : start + count])
-        found = self._rows_back(route, torch.cat([x.reshape(-1) for x in flat]), "gradients", backwards=True)
-        return {
-            name: [GradientRows(ids, rows) for ids, rows in zip(route.asked[name], parts, strict=True)]
-            for name, parts in found.items()
-        }
+    def _added_up(self, number: int, parts: Sequence[Part]) -> Rows:
+        return added_up(parts, self._own[number].shape[1], self._sums_dtype, self._device)
 
-    def _sums_dtype(self, name: str) -> torch.dtype:
-        return self.sums[name].dtype
+    def _to_copies(self, own: list[Rows]) -> list[Rows]:
+        """v2: the sum of all groups' gradients, on each: added up in the order of the groups, to the same bits."""
+        wire, widths = self.replicas, [rows.shape[1] for _, rows in own]
+        counts = wire.transpose(
+            torch.tensor([[len(ids) for ids, _ in own]] * wire.size, device=self._device), "counts"
+        ).tolist()
+        flat = torch.cat([ids.to(self.roads.id_type) for ids, _ in own])
+        ids = wire.all_gather(flat, "copies' gradients", [sum(of_rank) for of_rank in counts])
+        lengths = [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in counts]
+        flat = own[0][1].reshape(-1) if len(own) == 1 else torch.cat([rows.reshape(-1) for _, rows in own])
+        rows = wire.all_gather(flat, "copies' gradients", [sum(of_rank) for of_rank in lengths])
+        return self._sorted_out(
+            [x.split(n) for x, n in zip(ids, counts, strict=True)],
+            [x.split(n) for x, n in zip(rows, lengths, strict=True)],
+        )
 
-    def _none(self, name: str) -> GradientRows:
-        rows = torch.empty(0, self.weights[name].shape[1], dtype=self._sums_dtype(name), device=self._device)
-        return GradientRows(torch.empty(0, dtype=torch.int64, device=self._device), rows, True)
+    def _to_slices(self, own: list[Rows]) -> list[Rows]:
+        """v3: of the sum of all replicas' gradients those of this rank's slice, by its own row numbers."""
+        wire, size = self.replicas, self.replicas.size
+        send_CQ, sizes = [], [self._groups[number].rows[self.owners.rank] for number in range(len(own))]
+        for (ids, _), rows in zip(own, sizes, strict=True):
+            bounds = torch.arange(size + 1, device=self._device) * rows
+            send_CQ.append(torch.searchsorted(ids, bounds.to(ids.dtype)).diff())
+        send_QC = torch.stack(send_CQ, 1)
+        receive = wire.transpose(send_QC, "counts").tolist()
+        send, widths = send_QC.tolist(), [rows.shape[1] for _, rows in own]
+        ids_CQ = [ids.split([of_rank[number] for of_rank in send]) for number, (ids, _) in enumerate(own)]
+        rows_CQ = [rows.split([of_rank[number] for of_rank in send]) for number, (_, rows) in enumerate(own)]
+        turns = [(q, number) for q in range(size) for number in range(len(own))]
+        flat = torch.cat([ids_CQ[number][q] - q * sizes[number] for q, number in turns]).to(self.roads.id_type)
+        ids = wire.all_to_all(flat, [sum(n) for n in send], [sum(n) for n in receive], "slices' gradients")
+        values = own[0][1].reshape(-1) if len(own) == 1 else torch.cat([rows_CQ[c][q].reshape(-1) for q, c in turns])
+        there, back = (
+            [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in x] for x in (send, receive)
+        )
+        rows = wire.all_to_all(values, [sum(n) for n in there], [sum(n) for n in back], "slices' gradients")
+        split_ids = ids.split([n for of_rank in receive for n in of_rank])
+        split_rows = rows.split([n for of_rank in back for n in of_rank])
+        step = len(own)
+        return self._sorted_out(
+            [split_ids[at : at + step] for at in range(0, size * step, step)],
+            [split_rows[at : at + step] for at in range(0, size * step, step)],
+        )
 
-    def _among_replicas(self, name: str, own: GradientRows) -> GradientRows:
-        """v2: the sum of all groups' gradients, on each. v3: that of this rank's slice, with its own row numbers."""
-        wire, ranks = self.replicas, self.replicas.size
-        if ranks == 1:
-            return own
-        if self.kind == "v2":
-            ids, rows = (wire.all_gather(x, "copies' gradients") for x in own[:2])
-            return summed([GradientRows(i, r) for i, r in zip(ids, rows, strict=True)])
-        rows = Range(0, len(self.pieces[name].rows))
-        starts = torch.tensor([rows.chunk(ranks, r).start for r in range(ranks)] + [len(rows)], device=self._device)
-        at = torch.searchsorted(own.ids_N, starts).tolist()
-        send = [b - a for a, b in pairwise(at)]
-        receive = wire.transpose(torch.tensor(send, device=self._device)[:, None], "counts")[:, 0].tolist()
-        ids = wire.all_to_all(own.ids_N, send, receive, "slices' gradients").split(receive)
-        values = wire.all_to_all(own.rows_ND, send, receive, "slices' gradients").split(receive)
-        first = int(starts[wire.rank])
-        return summed([GradientRows(i - first, v) for i, v in zip(ids, values, strict=True)])
+    def _sorted_out(self, ids_QC: Sequence[Sequence[Tensor]], rows_QC: Sequence[Sequence[Tensor]]) -> list[Rows]:
+        found = []
+        for number, own in enumerate(self._own):
+            ids = torch.cat([of_rank[number] for of_rank in ids_QC])
+            rows = torch.cat([of_rank[number] for of_rank in rows_QC]).view(len(ids), own.shape[1])
+            found.append(self._added_up(number, [Part(ids, None, rows)]))
+        return found
 
     @torch.no_grad()
     def sparse_grad_norm(self) -> Tensor:
         """[]: the norm of all tables' gradients together, as if they were dense and of one process."""
-        squares = [self._gradients[name].rows_ND.square().sum() for name in self.tables]
-        total = self.owners.sum(torch.stack(squares).sum())
+        squares = [rows.square().sum() for _, rows in self._gradients]
+        none = torch.zeros((), dtype=self._sums_dtype, device=self._device)
+        total = self.owners.sum(torch.stack(squares).sum() if squares else none)
         if self.kind == "v3":
             self.replicas.sum(total)
         return total.sqrt()
 
+    def gradients(self) -> dict[str, Rows]:
+        """By table, of ``exchange_gradients``: rows of this rank's ``weights`` [V], and their gradients [V, W]."""
+        found = {}
+        for group, (ids_V, rows_VW) in zip(self._groups, self._gradients, strict=True):
+            for name in group.names:
+                first = group.first[self.owners.rank][name]
+                start, stop = torch.searchsorted(
+                    ids_V, torch.tensor([first, first + len(self.weights[name])], device=ids_V.device)
+                ).tolist()
+                found[name] = (ids_V[start:stop] - first, rows_VW[start:stop])
+        return found
+
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Update the rows that were touched anywhere by their gradients times ``scale``."""
-        for name, table in self.tables.items():
-            ids_U, rows_UD, _ = self._gradients.get(name) or self._none(name)
-            g_UD, mean_U = rows_UD * scale, None
-            if table.cut == "column":
-                # All owners of columns were asked for the same rows; those without columns add nothing.
-                mean_U = self._sum_of_columns(table, ids_U, g_UD.square().sum(1)) / table.dim
-            if len(ids_U):
-                update_rows(self.weights[name], self.sums[name], None, ids_U, g_UD, self.lr, self.eps, mean_U)
-        self._shards = {}
-        self._gradients.clear()
+        means = self._means_of_rows() if self._gradients else []
+        for number, (ids_V, rows_VW) in enumerate(self._gradients):
+            if len(ids_V) and rows_VW.shape[1]:
+                update(
+                    self._own[number], self._sums[number], ids_V, rows_VW, means[number],
+                    lr=self.lr, eps=self.eps, scale=scale, **self._whereabouts(number, ids_V),
+                )  # fmt: skip
+        self._shards, self._gradients = [], []
 
-    def _sum_of_columns(self, table: Table, ids_U: Tensor, squares_U: Tensor) -> Tensor:
-        owners = self.placement.owners(table)
-        if len(owners) == 1:
-            return squares_U
-        if self.owners.rank not in owners:  # takes part with what it was not asked for
-            count = torch.zeros(1, dtype=torch.int64, device=self._device)
-        else:
-            count = torch.tensor([len(ids_U)], device=self._device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.owners.group)
-        padded = squares_U.new_zeros(int(count))
-        padded[: len(squares_U)] = squares_U
-        return self.owners.sum(padded)[: len(squares_U)]
+    def _whereabouts(self, number: int, ids_V: Tensor) -> dict[str, Any]:
+        """What rounding of bf16 is drawn by: the rows' numbers among all of the group's, and their first column."""
+        if self._own[number].dtype != torch.bfloat16:
+            return {}
+        group, rank = self._groups[number], self.owners.rank
+        first = torch.tensor([group.first[rank][name] for name in group.names], device=self._device)
+        of_first = torch.tensor([group.offsets[n] + self.held[n].rows.start for n in group.names], device=self._device)
+        table_V = torch.bucketize(ids_V, first, right=True) - 1
+        return {"numbers_V": ids_V + (of_first - first)[table_V], "column": group.columns[rank].start}
+
+    def _means_of_rows(self) -> list[Tensor | None]:
+        """Of squares over whole rows, for groups cut in columns: their owners were all asked for the same rows."""
+        found: list[Tensor | None] = [None] * len(self._groups)
+        cut = [c for c, group in enumerate(self._groups) if group.by_column and self.whole_rows]
+        if not cut or self.owners.size == 1:
+            return found
+        squares = [self._gradients[c][1].square().sum(1) for c in cut]
+        sums = self.owners.sum(torch.cat(squares)).split([len(x) for x in squares])
+        for c, sums_V in zip(cut, sums, strict=True):
+            found[c] = sums_V / self._groups[c].dim
+        return found
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
         """Of weights and optimizer state between steps."""
-        return sum(x.nbytes for kind in (self.weights, self.sums) for x in kind.values())
+        return sum(x.nbytes for kind in (self._own, self._sums) for x in kind)
 
 
 def sliced(whole: Mapping[str, Tensor]) -> Weights:

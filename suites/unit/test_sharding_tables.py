@@ -155,14 +155,14 @@ def test_copies_of_v2_keep_the_same_bits(found):
 
 
 def test_bytes_that_were_sent_are_those_of_the_formula(found):
-    """Rank r holds rows 2r and 2r + 1 in v1: an id of 8 bytes to another owner, 16 bytes of a row back, and again."""
+    """Rank r holds rows 2r and 2r + 1 in v1: an id of 4 bytes to another owner, 16 bytes of a row back, and again."""
     owner = [0, 0, 1, 1, 2, 2, 3, 3]
     asked = {rank: [owner[i] for i in (rank, rank + 1)] for rank in range(RANKS)}
     for rank, sent in enumerate(one["counted"]["v1"] for one in found):
         others = sum(o != rank for o in asked[rank])
         answered = sum(o == rank for other in range(RANKS) if other != rank for o in asked[other])
         assert sent["counts"] == 8 * (RANKS - 1)
-        assert sent.get("ids", 0) == 8 * others and sent.get("rows", 0) == 16 * answered
+        assert sent.get("ids", 0) == 4 * others and sent.get("rows", 0) == 16 * answered
         assert sent.get("gradients", 0) == 16 * others
     for rank, one in enumerate(found):
         # v3, two shards of four rows: each replica gives the other the two that it keeps. v2 gathers nothing.

@@ -1,0 +1,51 @@
+"""Row-wise Adagrad on the rows that a rank holds, in fp32, fp64, or bf16 whose updates are rounded stochastically.
+
+For each row with gradient g: sum += mean(g²); w -= lr · g / (sqrt(sum) + eps), as gem.train.optimizers.RowwiseAdagrad.
+
+bf16 weights keep 8 bits of precision. Rounded to nearest, an update of less than 1/512 of a weight is lost, each time:
+late in training, when Adagrad's steps are small, tables stand still. So the exact result is rounded up with the
+probability that makes its expectation exact. The random bits are a hash of the row, the column, the row's sum and the
+exact result: copies of a row on other ranks, and a run that goes on from a checkpoint, round alike with nothing to be
+kept in step. (RowwiseAdagrad of one process keeps the lower halves of fp32 instead: exact, and as large as fp32.)
+
+Legend: R rows held, V rows to be updated, W columns held.
+"""
+
+import torch
+from torch import Tensor
+
+
+def update(
+    weight_RW: Tensor, sums_R: Tensor, ids_V: Tensor, g_VW: Tensor, mean_V: Tensor | None = None, *, lr: float,
+    eps: float, scale: float | Tensor = 1.0, numbers_V: Tensor | None = None, column: int = 0,
+) -> None:  # fmt: skip
+    """In place; ``g`` is used up. ``scale``: of g. ``mean``: of g² over whole rows, where some columns are elsewhere.
+
+    For bf16: ``numbers``, which tell rows of all tables apart, whoever holds them (None: the ids); first ``column``.
+    """
+    mean_V = torch.linalg.vecdot(g_VW, g_VW) / g_VW.shape[1] if mean_V is None else mean_V
+    sum_V = sums_R.index_select(0, ids_V) + mean_V * scale**2
+    sums_R.index_copy_(0, ids_V, sum_V)
+    g_VW *= (sum_V.sqrt().add_(eps).reciprocal_() * (lr * scale))[:, None]
+    if weight_RW.dtype != torch.bfloat16:
+        weight_RW.index_add_(0, ids_V, g_VW, alpha=-1)
+        return
+    exact_VW = weight_RW.index_select(0, ids_V).float() - g_VW
+    weight_RW.index_copy_(0, ids_V, rounded(exact_VW, sum_V, ids_V if numbers_V is None else numbers_V, column))
+
+
+def rounded(exact_VW: Tensor, sum_V: Tensor, numbers_V: Tensor, column: int = 0) -> Tensor:
+    """fp32 as bf16, up or down with the probability that makes its expectation exact; what is not finite stays so."""
+    bits = exact_VW.view(torch.int32)
+    seed_V = _mixed(numbers_V.int() ^ _mixed(sum_V.float().view(torch.int32)))
+    columns_W = torch.arange(column, column + exact_VW.shape[1], dtype=torch.int32, device=bits.device) * -1640531527
+    noise = _mixed(bits ^ (seed_V[:, None] + columns_W)) & 0xFFFF
+    found = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(exact_VW.isfinite(), found, exact_VW).to(torch.bfloat16)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of int32 in which each bit hangs on all others: the finaliser of MurmurHash3 (Austin Appleby)."""
+    for shift, factor in ((16, -2048144789), (13, -1028477387)):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return x ^ ((x >> 16) & 0xFFFF)
