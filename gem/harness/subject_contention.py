@@ -25,7 +25,7 @@ from gem.harness.contention import (
     slowdown_metric,
     slowdowns,
 )
-from gem.harness.copy_engine import CopyEngine, NoCopyEngine
+from gem.sharding.copy_engine import CopyEngine, NoCopyEngine
 from gem.harness.measured import Metric, Report
 from gem.harness.measured_params import ContentionParams
 from gem.harness.nvml import Gpu

@@ -33,7 +33,9 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
         model = GemModel(schema, config.sizes())
     whole = {name: model.tables[key(name)] for name in names}
     plan = Plan(p.replicate, p.shard, p.expert, p.tables, p.table_replicas)
-    return ShardedStepper(model, schema, config, world, plan, cluster, sliced(whole), dict(p.cuts), gather=p.gather)
+    return ShardedStepper(
+        model, schema, config, world, plan, cluster, sliced(whole), dict(p.cuts), gather=p.gather, transport=p.transport
+    )
 
 
 def cluster_of(plan: PlanConfig, size: int) -> Cluster:

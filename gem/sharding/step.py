@@ -19,6 +19,7 @@ from gem.sharding.dense import shard_model, square_norm
 from gem.sharding.lowbits import Gather, checked
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.placement import Cut, Table
+from gem.sharding.sm_free import Transport, install
 from gem.sharding.state import DenseMoments, ModelState, TableSums
 from gem.sharding.tables import ShardedTables, Weights
 from gem.train.config import TrainConfig
@@ -35,11 +36,13 @@ class ShardedStepper:
     weights   what tables begin with (gem.sharding.tables.drawn, or sliced)
     cuts      how tables are cut, by name; in rows if nothing is said
     gather    how dense parameters travel, "full" or "fp8" (gem.sharding.lowbits)
+    transport by what they do, NCCL's kernels or without SMs (gem.sharding.sm_free)
     """
 
     def __init__(
         self, model: GemModel, schema: Schema, config: TrainConfig, world: World, plan: Plan, cluster: Cluster,
         weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
+        transport: Transport = "default",
     ) -> None:  # fmt: skip
         checked(gather)
         self.config, self.world, self.traffic = config, world, Traffic()
@@ -51,6 +54,7 @@ class ShardedStepper:
         model.tables = torch.nn.ParameterDict()
         model.read = self.tables.fetch
         self.experts = shard_model(model, self.meshes, self.traffic, gather=gather)
+        install(model, transport, world.device)
         self.model = model
         self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
         self.number = 0  # steps done

@@ -72,6 +72,7 @@ class PlanConfig(_Model):
     table_replicas: Positive = 1
     cuts: dict[str, Literal["table", "row", "column"]] = {}  # by table; in rows where nothing is said
     gather: Literal["full", "fp8"] = "full"  # how weights of linear layers travel: gem.sharding.lowbits
+    transport: Literal["default", "copy_engine", "zero_cta"] = "default"  # by what they do: gem.sharding.sm_free
 
 
 class TrainConfig(_Model):

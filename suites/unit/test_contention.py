@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from gem import paths
 from gem.harness import contention, names
 from gem.harness.contention import Copied, gain_metrics, held_name, ideal, in_waves, slowdown_metric
-from gem.harness.copy_engine import Attributes, CopyEngine, NoCopyEngine
+from gem.sharding.copy_engine import Attributes, CopyEngine, NoCopyEngine
 from gem.harness.measured_params import ContentionParams
 from gem.harness.worker import Unsupported
 
@@ -125,7 +125,7 @@ class Driver:
 
     def __init__(self, gives: int = 0, answers: int = 0) -> None:
         self.calls: list[tuple] = []
-        from gem.harness.copy_engine import _Batch
+        from gem.sharding.copy_engine import _Batch
 
         def batch(to, of, size, count, attributes, first, number, failed_at, stream):
             a = attributes[0]

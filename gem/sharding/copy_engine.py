@@ -1,11 +1,11 @@
-"""Copies within a GPU by its copy engine, which holds no multiprocessor.
+"""Copies by a GPU's copy engine, which hold no multiprocessor: within its memory, or from a peer's.
 
 A plain device-to-device copy is a kernel where both ends are on one GPU. The driver's batched copy with the flag that
 prefers to overlap with compute is not (CUDA 12.8 and later); that it is so here is tried before it is believed.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,11 +67,17 @@ class CopyEngine:
 
     def copy(self, target: Tensor, source: Tensor, stream: int) -> None:
         """Queue a copy of ``source``'s bytes on a stream (its handle, not the default one); RuntimeError if refused."""
-        assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous() and stream
-        to, of = ctypes.c_uint64(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
-        size, first, failed_at = ctypes.c_size_t(source.nbytes), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self.copies([target], [source], stream)
+
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: int) -> None:
+        """Several at once, in any order."""
+        pairs = list(zip(targets, sources, strict=True))
+        assert stream and pairs
+        assert all(a.nbytes == b.nbytes and a.is_contiguous() and b.is_contiguous() for a, b in pairs)
+        to, of = ((ctypes.c_uint64 * len(pairs))(*(x.data_ptr() for x in xs)) for xs in (targets, sources))
+        sizes = (ctypes.c_size_t * len(pairs))(*(x.nbytes for x in sources))
         attributes = Attributes(srcAccessOrder=_STREAM_ORDER, flags=_OVERLAP)
-        by = ctypes.byref
-        failed = self._batch(by(to), by(of), by(size), 1, by(attributes), by(first), 1, by(failed_at), stream)
+        first, failed_at, by = ctypes.c_size_t(0), ctypes.c_size_t(0), ctypes.byref
+        failed = self._batch(to, of, sizes, len(pairs), by(attributes), by(first), 1, by(failed_at), stream)
         if failed:
             raise RuntimeError(f"cuMemcpyBatchAsync: CUDA error {failed}")
