@@ -173,6 +173,7 @@ class _Race:
             assert lane.ready is not None
             lane.qps = summarize([1e3 * lane.ready.batch / ms for ms in race.samples[name]])
             lane.outcome.remarks = [str(lane.ready), *lane.qps.remarks()]
+            self._settle([other for other in self._running() if other != name])
             found = self._call(name, "finish", "finish")
             if found is not None:
                 lane.found = found

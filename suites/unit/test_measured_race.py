@@ -113,9 +113,9 @@ def test_who_fails_in_its_turn_is_gone_before_the_next_turn(monkeypatch: pytest.
     assert pick(rows, "toofast", "qps").status == "error" and pick(rows, "rowbyrow", "qps").status == "pass"
     at = told.index(("turn", "toofast"))
     assert told[at + 1 : at + 4] == [("kill", "toofast"), ("settle", "gem"), ("turn", "rowbyrow")]
-    # Who waits has given back what it can before anybody's turn or search.
+    # Who waits has given back what it can before anybody's turn, search or last steps.
     for at, (method, name) in enumerate(told):
-        if method in ("setup", "turn"):
+        if method in ("setup", "turn", "finish"):
             others = {"gem", "toofast", "rowbyrow"} - {name} - {who for what, who in told[:at] if what == "kill"}
             assert set(told[at - len(others) : at]) == {("settle", other) for other in others}
 
