@@ -254,6 +254,8 @@ def metrics_page() -> str:
     assert slowdown is not None
     note = "time beside the neighbour over time alone, measured in turns"
     groups["of contention"].append([f"`{names.SLOWDOWN_PREFIX}<neighbour>`", slowdown.unit, slowdown.better, note])
+    note = "of `bytes_sent`: for what, on which tier (`host`, `zone`, `cluster`); of the rank that sends most of it"
+    groups["of ranks"].append([f"`{names.SENT_PREFIX}<what>.<tier>`", "B", "lower", note])
     parts = [
         "What the metrics of an op mean, and how they are measured: [What a row says](../cases.md#what-a-row-says)."
     ]

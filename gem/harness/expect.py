@@ -52,7 +52,7 @@ def parse_expectation(key: str, text: str, directed: bool = True) -> Expectation
     if not directed and metric.partition(".")[0] in names.DIRECTIONS:
         raise ValueError(f"expect key {key!r}: the case has no directions; accepted: <metric>, as in 'max_over_mean'")
     if names.metric(metric) is None:
-        known = [*names.METRICS, "ratio_to.<peer>", "slowdown.<neighbour>"]
+        known = [*names.METRICS, "ratio_to.<peer>", "slowdown.<neighbour>", "sent.<what>.<tier>"]
         raise ValueError(
             f"expect key {key!r}: unknown metric {metric!r}; accepted: {', '.join(known)}{names.nearest(metric, known)}"
         )

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gem.harness import names
 from gem.harness.params import Finite, Params, as_tuple
+from gem.harness.sharding_params import ShardingParams
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -199,6 +200,7 @@ MEASURED: dict[str, MeasuredSubject] = {
         },
     ),
     "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
+    "sharding": MeasuredSubject(ShardingParams, ("scaling",), "gem.harness.subject_sharding:Sharding"),
     "contention": MeasuredSubject(ContentionParams, ("scaling",), "gem.harness.subject_contention:Contention"),
     "quality": MeasuredSubject(QualityParams, ("quality",), "gem.harness.subject_quality:TrainedModel"),
 }

@@ -5,6 +5,7 @@ The code behind them looks itself up by these names; a test keeps the lists equa
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -55,20 +56,38 @@ METRICS: dict[str, Metric] = {
     "bytes_moved": Metric("B", "lower"),  # between ranks, a step
     "largest_batch": Metric("x", "lower"),  # samples of the largest batch over the mean: what memory must allow for
     "samples_per_s": Metric("1/s", "higher"),  # through the readers, on one core
+    # of ranks
+    "ranks": Metric("", "higher"),  # processes that train one model together
+    "work_ratio": Metric("share", "higher"),  # CPU time of one process for a rank's share over the heaviest rank's
+    "cpu_ms": Metric("ms", "lower"),  # CPU time of a step, of the rank that needs most
+    "flops_per_rank": Metric("FLOP", "lower"),  # useful, of a step, mean of the ranks
+    "collectives_ms": Metric("ms", "lower"),  # of a step, with a collective under way or waited for; mean of ranks
+    "bytes_sent": Metric("B", "lower"),  # to other ranks in a step, of the rank that sends most
+    "bytes_unexplained": Metric("B", "lower"),  # largest difference between what is counted and what the formulas say
+    "memory_tables": Metric("B", "lower"),  # weights and optimizer state of tables, of the rank that holds most
+    "memory_dense": Metric("B", "lower"),  # dense parameters between steps, of the rank that holds most
+    "memory_optimizer": Metric("B", "lower"),  # state of the dense optimizer, of the rank that holds most
+    "tables_over_v1": Metric("x", "lower", 4),  # memory_tables over that of tables V1 on the same ranks
     # of contention
     "sm_free_gain": Metric("share", "higher"),  # what work gains when the most SMs held by a copy become the fewest
     "engine_gain": Metric("share", "higher"),  # the same when they become none, the copy engine copying instead
 }
 RATIO_PREFIX = "ratio_to."
 SLOWDOWN_PREFIX = "slowdown."  # followed by what ran beside
+SENT_PREFIX = "sent."  # followed by what it was for and the tier: sent.dense_parameters.zone
 
 
 def metric(name: str) -> Metric | None:
-    """The metric called `name` (``ratio_to.<peer>``, ``slowdown.<neighbour>`` included), or None when there is none."""
+    """The metric called `name`, or None when there is none.
+
+    ``ratio_to.<peer>``, ``slowdown.<neighbour>`` and ``sent.<what>.<tier>`` included.
+    """
     if name.startswith(RATIO_PREFIX) and len(name) > len(RATIO_PREFIX):
         return Metric("x", "higher")  # peer's time / subject's time, or subject's rate / peer's rate
     if name.startswith(SLOWDOWN_PREFIX) and len(name) > len(SLOWDOWN_PREFIX):
         return Metric("x", "lower")  # time beside something / time alone
+    if re.fullmatch(rf"{re.escape(SENT_PREFIX)}\w+\.(host|zone|cluster)", name):
+        return Metric("B", "lower")  # to other ranks in a step, of the rank that sends most of it
     return METRICS.get(name)
 
 
