@@ -24,7 +24,7 @@ from gem.sharding.placement import Range, Table
 from gem.sharding.step import ShardedStepper
 from gem.sharding.tables import ShardedTables
 
-ID = 8  # bytes of an id, and of a count
+COUNT = 8  # bytes of a count
 
 
 def step_bytes(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, int]:
@@ -124,10 +124,18 @@ class _Asked:
     def touched(self, table: Table, replica: int, owner: int) -> Tensor:
         """Distinct rows of an owner's piece that all ranks of one replica ask for, in the piece's numbers."""
         ids = torch.cat([self.ids[rank][table.name] for rank in self.grid[replica]]).unique()
-        return self._within(table, ids, owner) - self.tables.placement.piece(table, owner).rows.start
+        return self._within(table, ids, owner) - self.rows(table, owner).start
+
+    def rows(self, table: Table, owner: int) -> Range:
+        """That an owner answers for; of a table cut in columns all, also where it has no column."""
+        return Range(0, table.rows) if table.cut == "column" else self.tables.placement.piece(table, owner).rows
+
+    def columns(self, table: Table, owner: int) -> int:
+        """Of an owner."""
+        return len(self.tables.placement.piece(table, owner).columns)
 
     def _within(self, table: Table, ids: Tensor, owner: int) -> Tensor:
-        rows = self.tables.placement.piece(table, owner).rows
+        rows = self.rows(table, owner)
         return ids[(ids >= rows.start) & (ids < rows.stop)]
 
 
@@ -146,30 +154,33 @@ def _ids(stepper: ShardedStepper, batch: Samples) -> dict[str, Tensor]:
 def _tables(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, int]:
     tables, asked = stepper.tables, _Asked(stepper, batches)
     found: dict[str, int] = defaultdict(int)
-    owners, replicas = tables.owners.size, tables.replicas.size
-    group, me = asked.grid[asked.replica], asked.owner
-    if owners > 1:
-        found["counts"] += (owners - 1) * len(tables.tables) * ID
-    for name, table in tables.tables.items():
-        size, sums = tables.weights[name].itemsize, tables.sums[name].itemsize
-        columns = [len(tables.placement.piece(table, g).columns) for g in range(owners)]
+    owners, copies, own = tables.owners.size, tables.replicas.size, list(tables.tables.values())
+    group, me, size = asked.grid[asked.replica], asked.owner, tables.dtype.itemsize
+    held, sums = next(iter(tables.weights.values())).itemsize, next(iter(tables.sums.values())).itemsize
+    address = tables.roads.id_type.itemsize
+    kinds = len({(table.dim, table.cut == "column") for table in own})  # tables of a kind are counted together
+    found["counts"] += (owners - 1) * kinds * COUNT
+    for table in own:
         for other in (g for g in range(owners) if g != me):
             asks, is_asked = asked.count(table, group[me], other), asked.count(table, group[other], me)
-            found["ids"] += asks * ID
-            found["rows"] += is_asked * columns[me] * size
-            found["gradients"] += asks * columns[other] * sums
-        if replicas == 1:
-            continue
-        if tables.kind == "v2":
-            most = max(len(asked.touched(table, replica, me)) for replica in range(replicas))
-            found["copies' gradients"] += (replicas - 1) * (2 * ID + most * (ID + columns[me] * sums))
-        if tables.kind == "v3":
-            rows = Range(0, len(tables.pieces[name].rows))
-            found["table shards"] += (replicas - 1) * -(-len(rows) // replicas) * columns[me] * size
-            found["counts"] += (replicas - 1) * ID
-            own = asked.touched(table, asked.replica, me)
-            elsewhere = len(own) - _inside(own, rows.chunk(replicas, asked.replica))
-            found["slices' gradients"] += elsewhere * (ID + columns[me] * sums)
+            found["ids"] += asks * address
+            found["rows"] += is_asked * asked.columns(table, me) * size
+            found["gradients"] += asks * asked.columns(table, other) * sums
+    if copies == 1 or tables.kind == "v1":
+        return found
+    found["counts"] += (copies - 1) * kinds * COUNT
+    if tables.kind == "v2":
+        touched = [[len(asked.touched(table, replica, me)) for table in own] for replica in range(copies)]
+        values = [sum(n * asked.columns(t, me) for n, t in zip(of_one, own, strict=True)) for of_one in touched]
+        most = max(map(sum, touched)) * address + max(values) * sums
+        found["copies' gradients"] += (copies - 1) * most
+        return found
+    for table in own:
+        rows, columns = asked.rows(table, me), asked.columns(table, me)
+        found["table shards"] += (copies - 1) * -(-len(rows) // copies) * columns * held
+        touched = asked.touched(table, asked.replica, me)
+        elsewhere = len(touched) - _inside(touched, Range(0, len(rows)).chunk(copies, asked.replica))
+        found["slices' gradients"] += elsewhere * (address + columns * sums)
     return found
 
 
@@ -186,23 +197,18 @@ def _sums(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, int]
     sums = next(iter(tables.sums.values())).itemsize
     loss = 8 if size == 8 else 4
     total = sum_bytes(len(batches[0].labels), 4, world) + sum_bytes(1, loss, world)
-    total += sum_bytes(1, ID, stepper.experts.wire.size)  # samples of the rank that has most
+    total += sum_bytes(1, COUNT, stepper.experts.wire.size)  # samples of the rank that has most
     if stepper.config.clip is not None:
         sizes = [meshes.dense["shard"].size()]
         sizes += [meshes.experts[name].size() for name in ("expert_shard", "expert")] if meshes.plan.expert > 1 else []
         total += sum(sum_bytes(1, size, ranks) for ranks in sizes)
         wires = [tables.owners, *([tables.replicas] if tables.kind == "v3" else [])]
         total += sum(sum_bytes(1, sums, wire.size) for wire in wires)
-    asked = _Asked(stepper, batches)
+    asked, cut = _Asked(stepper, batches), 0
     for table in tables.tables.values():
-        owners = tables.placement.owners(table)
-        if table.cut == "column" and len(owners) > 1:
-            replicas = range(tables.replicas.size) if tables.kind != "v1" else (0,)
-            rows = torch.cat([asked.touched(table, replica, owners[0]) for replica in replicas]).unique()
-            if tables.kind == "v3":
-                whole = Range(0, table.rows).chunk(tables.replicas.size, asked.replica)
-                count = _inside(rows, whole)
-            else:
-                count = len(rows)
-            total += sum_bytes(1, ID, tables.owners.size) + sum_bytes(count, sums, tables.owners.size)
-    return {SUMS: total}
+        if table.cut == "column":  # squares of their rows, which no owner has whole
+            replicas = range(tables.replicas.size)
+            rows = torch.cat([asked.touched(table, replica, 0) for replica in replicas]).unique()
+            mine = Range(0, table.rows).chunk(len(replicas), asked.replica)
+            cut += _inside(rows, mine) if tables.kind == "v3" else len(rows)
+    return {SUMS: total + sum_bytes(cut, sums, tables.owners.size)}
