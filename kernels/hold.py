@@ -155,6 +155,7 @@ class Holder:
         with torch.cuda.stream(self._stream):
             self._stop.copy_(self._flags[:1], non_blocking=True)
             self._told_PT.copy_(self._empty_PT, non_blocking=True)
+            self._stream.synchronize()  # else the first look could be at what the last hold told
             self._kernels[moves][(programs, 1, 1)](
                 self.source, self.target, self._stop, self._told_PT, self.chunks, MOST_ROUNDS,
                 period_ns(programs, gbps) if moves else IDLE_NS, int(limit_s * 1e9), CHUNK, moves, True,

@@ -150,6 +150,8 @@ class _Bench:
     def _by_size(self, held: int) -> str:
         """What fewer SMs alone would make of it."""
         split = f"split evenly {ideal(self.sms, held):.3f}"
+        if self.params.impl == "gluon" and self.params.work == "gdpa":  # which has as many programs as there are SMs
+            return f"{split}, a program an SM in waves {in_waves(self.sms, self.sms, held):.3f}"
         if self.params.work != "gemm":
             return split
         M, N, _ = self.params.shape
@@ -267,7 +269,10 @@ def prove(engine: CopyEngine, holder, sms: int) -> str:
 
     found = []
     for queue, stream, event in zip((by_engine, plainly), streams, arrived, strict=True):
-        holder.start(sms, moves=False, limit_s=4 * PROOF_S)
+        try:
+            holder.start(sms, moves=False, limit_s=4 * PROOF_S)
+        except RuntimeError as reason:
+            raise NoCopyEngine(f"it cannot be tried: {reason}") from None
         queue()
         event.record(stream)
         came = _comes(event)

@@ -386,6 +386,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
             time.sleep(2e-3 if gpu.running.is_set() else 1e-3)
 
         monkeypatch.setattr(subject, "_gemm", lambda p, device: work)
+        monkeypatch.setattr(subject, "_gdpa", lambda p: work)
         return subject._Bench(ContentionParams(turn_ms=4.0, budget_s=0.01, **params))
 
     return make
@@ -406,6 +407,12 @@ def test_every_neighbour_gets_its_turns(bench) -> None:
     assert "GB/s" not in found["slowdown.24_sms_idle"].note and "nothing copied" in found["slowdown.24_sms_idle"].note
     assert "a copy arrived while all 132 SMs were held" in found["slowdown.copy_engine"].note
     assert "split evenly 1.222, 2048 tiles of 128 x 256 in waves 1.188" in found["slowdown.24_sms"].note
+
+
+def test_a_grid_of_a_program_an_sm_is_told_apart(bench) -> None:
+    persistent = bench(Gpu(), Engine(), work="gdpa", impl="gluon", engine=False)
+    assert persistent._by_size(1) == "split evenly 1.008, a program an SM in waves 2.000"
+    assert bench(Gpu(), Engine(), work="gdpa", engine=False)._by_size(24) == "split evenly 1.222"
 
 
 def test_a_turn_that_outlasts_its_neighbour_does_not_count(bench) -> None:
