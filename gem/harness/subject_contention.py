@@ -25,7 +25,6 @@ from gem.harness.contention import (
     slowdown_metric,
     slowdowns,
 )
-from gem.sharding.copy_engine import CopyEngine, NoCopyEngine
 from gem.harness.measured import Metric, Report
 from gem.harness.measured_params import ContentionParams
 from gem.harness.nvml import Gpu
@@ -33,6 +32,7 @@ from gem.harness.params import GdpaParams
 from gem.harness.subjects import Subject, build_inputs
 from gem.harness.timing import MIN_ROUNDS
 from gem.harness.worker import Unsupported
+from gem.sharding.copy_engine import CopyEngine, NoCopyEngine
 
 COPY_BYTES = 64 << 20  # a copy of the copy engine
 WARM_UP = 3  # turns of each before those that count

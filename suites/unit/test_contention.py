@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from gem import paths
 from gem.harness import contention, names
 from gem.harness.contention import Copied, gain_metrics, held_name, ideal, in_waves, slowdown_metric
-from gem.sharding.copy_engine import Attributes, CopyEngine, NoCopyEngine
 from gem.harness.measured_params import ContentionParams
 from gem.harness.worker import Unsupported
+from gem.sharding.copy_engine import Attributes, CopyEngine, NoCopyEngine
 
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"),
