@@ -1,12 +1,15 @@
 """gem train: the GEM model, alone or as torchrun's processes."""
 
+import os
 import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from gem.commands.common import EXIT_INTERRUPTED, Device, check_outputs, show
+from gem.errors import RequestError
 
 
 def train(
@@ -33,27 +36,40 @@ def train(
     """Train the GEM model, alone or as torchrun's processes: torchrun --nproc-per-node 8 -m gem train CONFIG.
 
     A folder with a checkpoint is gone on with, as if the run had not been stopped. Exit 1: a figure of the results is
-    not defined. 2: the request was wrong, or the run diverged. 130: interrupted; the last checkpoint stays.
+    not defined. 2: the request was wrong, or the run diverged. 3: a rank failed, died or hung, which is said once, and
+    all have ended. 130: interrupted; 143: told to end. The last checkpoint stays.
     """
+    if _with_others():  # a lost connection is pages of C++ to torch; the line that says why would drown
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from gem.train.config import load_config
 
-    check_outputs(json, html)
-    checked = load_config(config, tuple(changes or ()), plan)
+    try:
+        check_outputs(json, html)
+        checked = load_config(config, tuple(changes or ()), plan)
+    except RequestError as error:
+        if not _with_others():
+            raise
+        from gem.sharding.watch import refuse
+
+        _leave(refuse(error))
 
     from gem.harness import environment, table, training
+    from gem.sharding.verdict import Ended
     from gem.train.checkpoint import Checkpoints
     from gem.train.loop import Run
     from gem.train.world import join
 
     place = Path("results") / config.stem if folder is None else folder
     try:
-        with join(device) as world:
+        with join(device, checked.timeout_s) as world:
             if not world.first:
                 Run(checked, place, world).train(resume=not fresh)
                 return
             with training.TrainingConsole(table.make_console(stderr=True), place) as console:
                 result = Run(checked, place, world, console).train(resume=not fresh)
             document = training.document_of(result, checked, config.stem, environment.capture(world.device.type))
+    except Ended as ended:
+        _leave(ended.code)
     except KeyboardInterrupt:
         latest = Checkpoints(place / "checkpoints").latest()
         kept = f"the last checkpoint is {latest}; the same command goes on from it" if latest is not None else ""
@@ -62,3 +78,14 @@ def train(
     document.request["argv"] = [re.sub(r"(^|=)/(?:.*/)?", r"\1", word) for word in context.obj]
     summary = show(document, json, html, verbose=True)
     raise typer.Exit(1 if summary.failed or summary.errored else 0)
+
+
+def _with_others() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End here and now: the end of an interpreter waits for process groups, whose other ranks may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -17,7 +17,8 @@ What a rank sees depends on the source and the reader's arguments alone, not on 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -117,6 +118,12 @@ class Reader(IterableDataset[Samples]):
             "per_pool": plan.per_pool, "strategy": self.strategy, "cost": repr(self.cost), "shuffle": plan.shuffle,
             "seed": plan.seed, "rank": plan.rank, "ranks": plan.ranks, "drop_last": self.drop_last,
         }  # fmt: skip
+
+    def of_rank(self, rank: int) -> "Reader":
+        """The same reader of another rank; what it took to know the source is shared."""
+        other = copy(self)
+        other.plan, other._held = replace(self.plan, rank=rank), {}
+        return other
 
     def units(self, start: int = 0) -> Iterator[tuple[int, int, range]]:
         """(epoch, pool, its batches) of all work from batch number ``start`` on, counted through all epochs."""

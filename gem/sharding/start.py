@@ -1,6 +1,7 @@
 """From a run's configuration to its sharded stepper."""
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
         raise RequestError(
             "plan: one process alone; accepted: torchrun's, as in torchrun --nproc-per-node 4 -m gem train"
         )
+    _quiet()
     cluster = cluster_of(config.plan, world.size)
     p = config.plan
     names = [table.name for table in schema.tables]
@@ -48,3 +50,11 @@ def cluster_of(plan: PlanConfig, size: int) -> Cluster:
             "product divides it"
         )
     return Cluster(plan.zones, hosts, gpus)
+
+
+def _quiet() -> None:
+    """What torch tells each rank of itself at its first steps; where a rank then fails, nobody would find its line."""
+    # Newer names of collectives, which older torch has not.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # No part's output is changed in place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)

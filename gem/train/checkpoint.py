@@ -188,12 +188,15 @@ class Checkpoints:
 
     # -- load
 
-    def load(self, state: State, own: dict[str, Any] | None = None, step: int | None = None) -> int | None:
+    def load(
+        self, state: State, own: dict[str, Any] | None = None, step: int | None = None, *, any_ranks: bool = False
+    ) -> int | None:
         """Load the newest checkpoint, or that of ``step``, into ``state``; its step, or None where there is none.
 
         Tensors are filled in place, a piece at a time; other values are replaced in their dicts; Stateful objects get
         load_state_dict. Names, shapes and types must be the checkpoint's, all of them. ``own``: filled with what this
-        rank saved; None: not asked for, then any number of ranks can load.
+        rank saved; None: not asked for, then any number of ranks can load. ``any_ranks``: they can with ``own`` too,
+        each with what one of those saved that there were, its number modulo theirs.
 
         RequestError where a file is not as it was written, before anything is loaded, naming the checkpoint before it;
         it is for the caller to go back to that one.
@@ -208,13 +211,13 @@ class Checkpoints:
         faults = [fault for found in self._gather(own_faults) for fault in found]
         if faults:
             raise self._damaged(path, number, faults[0])
-        if own is not None and manifest["ranks"] != self._ranks:
+        if own is not None and not any_ranks and manifest["ranks"] != self._ranks:
             raise RequestError(
                 f"{path}: saved by {manifest['ranks']} ranks, each with values of its own; accepted: as many, not "
                 f"{self._ranks}, or own=None to go without them"
             )
         entries: dict[str, Any] = dict(state)
-        mine = f"{_OWN}/{self._rank}"
+        mine = f"{_OWN}/{self._rank % manifest['ranks']}"
         if own is not None:
             entries[mine] = None
         others = {f"{_OWN}/{rank}" for rank in range(manifest["ranks"])} - entries.keys()
@@ -348,6 +351,14 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
+
+
+def seed_rng(*words: int) -> None:
+    """Set the same generators anew, to what follows from these numbers."""
+    seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ on from its last checkpoint as if it had not been (bit for bit on a CPU).
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gem.data.readers import Batches, Reader
+from gem.data.reader_lanes import Lanes
+from gem.data.readers import Reader
 from gem.data.samples import Samples, merge
 from gem.efficiency import mfu
 from gem.errors import RequestError
 from gem.model.work import Work
-from gem.train.checkpoint import Checkpoints, Damaged, rng_state, set_rng_state
+from gem.sharding.verdict import named
+from gem.train.agree import LANES, lanes_of, pieces_of, same_everywhere
+from gem.train.checkpoint import Checkpoints, Damaged, rng_state, seed_rng, set_rng_state
 from gem.train.config import TrainConfig, parse_config
 from gem.train.guard import Health, Lock
 from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
 from gem.train.profile import measure_efficiency
 from gem.train.records import Efficiency, Evaluation, Listener, Progress, Result
-from gem.train.sources import fingerprint, open_sources
+from gem.train.sources import fingerprint, open_sources, sizes_of
 from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
 from gem.train.world import World
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 # What may change when a run goes on: how it is logged, checked, ended and fed, and nothing that it learns from.
 _FREE = {
     "steps", "epochs", "log_every", "evaluate_every", "evaluate_batches", "checkpoint_every", "keep", "pieces",
-    "reader.workers",
+    "reader.workers", "timeout_s",
 }  # fmt: skip
 _PLAN = "plan"  # nor where the model lies: any plan goes on from any other's checkpoint
 
@@ -55,14 +58,20 @@ class Run:
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
         self._lock = Lock(folder, self.tell.say)
         self.checkpoints.first(self._lock.take)
+        world.at("opening the data")
         self.sources = open_sources(config, folder, world, self.tell.say)
+        world.at("building the model")
         self.stepper = self._stepper()
-        r = config.reader
+        world.at("planning its batches")
+        r, lanes = config.reader, self.checkpoints.first(lambda: lanes_of(folder, self.checkpoints, world.size))
         self.reader = Reader(
             self.sources.train, batch=r.batch, base=r.base, pool=r.pool, strategy=r.strategy, cost=r.cost,
-            seed=config.seed, epochs=None, rank=world.rank, ranks=world.size,
+            seed=config.seed, epochs=None, rank=min(world.rank, lanes - 1), ranks=lanes,
         )  # fmt: skip
-        self.batches = Batches(self.reader, workers=r.workers, pin_memory=world.device.type == "cuda")
+        same_everywhere(sizes_of(self.sources) | {"batches an epoch": self.reader.steps}, world)
+        self.batches = Lanes(
+            self.reader, world.rank, world.size, workers=r.workers, pin_memory=world.device.type == "cuda"
+        )
         self._data: dict[str, Any] | None = None  # its fingerprint, of the first rank
         self.tasks = [task.name for task in self.sources.schema.tasks]
         epochs = 1 if config.epochs is None and config.steps is None else config.epochs
@@ -91,9 +100,14 @@ class Run:
             self._lock.free()
 
     def _train(self, resume: bool) -> Result:
+        self.world.at("loading the last checkpoint")
         result = Result(0, self._resume(resume), [], [], None, self.stepper.counts(), self.reader.describe())
         self._began = self.stepper.number
         self.checkpoints.first(self._keep_config)
+        if self.batches.lanes != self.world.size:
+            self.tell.say(
+                f"{self.world.size} ranks take the batches of the {self.batches.lanes} that the run began with"
+            )
         self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")
@@ -116,10 +130,9 @@ class Run:
         config, batch = self.config, None
         window = Window(self.tasks, self.stepper.model, self.world.device)
         for batch in self._timed(window):
-            window.begin(batch)
-            pieces = [piece.to(self.world.device) for piece in batch.split(config.pieces)]
+            pieces = pieces_of(batch, config.pieces, self.world)
             labels = {task: torch.cat([piece.labels[task] for piece in pieces]) for task in self.tasks}
-            done = self.stepper.step(pieces, window.clock.mark)
+            done = self.stepper.step(pieces, self._marking(window))
             window.end(done, labels)
             self._health.note(done.loss, done.norm)
             number, last = self.stepper.number, self.stepper.number == self.total
@@ -137,12 +150,43 @@ class Run:
         """The batches that are left; the window learns how long they were waited for."""
         stream = iter(self.batches)
         while self.stepper.number < self.total:
+            self.world.at(f"step {self.stepper.number + 1}, reading its batch")
             start = time.perf_counter()
-            batch = next(stream)
+            batch = next(stream, None)
             window.waited += time.perf_counter() - start
+            self.world.at(f"step {self.stepper.number + 1}")
+            if batch is not None:
+                window.begin(batch)
+            # Before the step, whose collectives would never end; within its time, as the wait for others that it is.
+            if not self.world.all_have(batch is not None) or batch is None:
+                raise self._short(batch is not None)
             yield batch
 
+    def _short(self, have: bool) -> RequestError:
+        """Of a rank without a batch, the same on all. Nothing is lost: the step has not begun, and is saved so far.
+
+        Batches of none for those who have none would go on too, and learn from part of each batch without a word.
+        """
+        everyone = self.world.gather(have)
+        without = [rank for rank, has in enumerate(everyone) if not has]
+        self._save()
+        others = f", {len(everyone) - len(without)} others have one" if len(without) < len(everyone) else ""
+        return RequestError(
+            f"step {self.stepper.number + 1} of {self.total}: no batch on {named(without)}{others}; saved as step "
+            f"{self.stepper.number}, from which the same command goes on; accepted: as many batches on every rank"
+        )
+
+    def _marking(self, window: Window) -> Callable[[str], None]:
+        where = f"step {self.stepper.number + 1}"
+
+        def mark(stage: str) -> None:
+            window.clock.mark(stage)
+            self.world.at(f"{where}, after its {stage}")
+
+        return mark
+
     def _report(self, result: Result, window: Window) -> None:
+        self.world.at(f"the report of step {self.stepper.number}")
         closed = window.close()
         self._refuse_divergence()
         quality = Quality.from_state(self.tasks, self.world.sum(window.quality.state()))
@@ -194,6 +238,7 @@ class Run:
             return
         quality, seen = Quality(self.tasks, self.world.device), []
         for together in batched(self._valid_batches(), self.world.size):
+            self.world.at(f"the evaluation after step {self.stepper.number}")
             # Ranks that share a model predict together: who has no batch left takes none of the first one's samples.
             own = together[self.world.rank] if self.world.rank < len(together) else together[0].take(0, 0)
             if len(own) or self.stepper.shared:
@@ -223,16 +268,21 @@ class Run:
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(state that all ranks share, state of this rank)."""
-        return self.stepper.state(), {"random": rng_state(), "batches": self.batches.state_dict()}
+        # A batch may have been read for a step that other ranks had none for.
+        place = self.batches.state_dict() | {"delivered": self.stepper.number}
+        return self.stepper.state(), {"random": rng_state(), "batches": place, "ranks": self.world.size}
 
     def _save(self) -> None:
+        self.world.at(f"saving step {self.stepper.number}")
         self._refuse_divergence()
         # The last step's weights come after its loss, and without clipping there is no norm. A sum could overflow.
         weights = torch.stack([x for p in self.stepper.own_weights() if p.numel() for x in p.aminmax()])
         wrong = (~weights.isfinite().all()).int()
         if bool(self.world.sum(wrong) if self.stepper.shared else wrong):
             raise self._diverged(f"weights after step {self.stepper.number} are not finite")
-        self.tell.saved(self.checkpoints.save(self.stepper.number, *self._state()))
+        path = self.checkpoints.save(self.stepper.number, *self._state())
+        self.world.hint(f"the last checkpoint is {path}; the same command goes on from it")
+        self.tell.saved(path)
 
     def _refuse_divergence(self) -> None:
         """Of figures that are the same on every rank, so that all end alike."""
@@ -261,7 +311,7 @@ class Run:
         self.checkpoints.first(self._refuse_other_config)
         shared, own = self.stepper.state(), {}
         try:
-            step = self.checkpoints.load(shared, own)
+            step = self.checkpoints.load(shared, own, any_ranks=True)
         except Damaged as error:
             go_on = "from the first step" if error.before is None else f"from step {error.before}"
             raise RequestError(
@@ -271,7 +321,11 @@ class Run:
         assert step is not None
         self.stepper.number = step
         self.batches.load_state_dict(own["batches"])
-        set_rng_state(own["random"])
+        if own.get("ranks", self.batches.lanes) == self.world.size:
+            set_rng_state(own["random"])
+        else:  # there is no telling whose would be whose
+            seed_rng(self.config.seed, step, self.world.rank)
+        self.world.hint(f"the last checkpoint is {latest}; the same command goes on from it")
         self.tell.say(f"going on from {latest}")
         return step
 
@@ -285,6 +339,7 @@ class Run:
         if not isinstance(document, dict):
             raise RequestError(f"{path}: holds no object; accepted: the run's configuration")
         data = document.pop(_DATA, None)
+        document.pop(LANES, None)
         before, now = _settings(parse_config(document, str(path))), _settings(self.config)
         for name in sorted((before.keys() | now.keys()) - _FREE):
             if name.partition(".")[0] != _PLAN and before.get(name) != now.get(name):
@@ -314,7 +369,7 @@ class Run:
         return self._data
 
     def _keep_config(self) -> None:
-        document = self.config.model_dump(mode="json") | {_DATA: self._fingerprint()}
+        document = self.config.model_dump(mode="json") | {_DATA: self._fingerprint(), LANES: self.batches.lanes}
         part = self.folder / "config.part"
         try:
             part.write_text(json.dumps(document, indent=1) + "\n")

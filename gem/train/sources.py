@@ -70,13 +70,17 @@ def fingerprint(sources: Sources) -> dict[str, Any]:
     Of each file size, first and last ``_END`` bytes: of a parquet file these are its footer, with the least and the
     largest of each column, of a log its oldest and newest rows.
     """
+    return sizes_of(sources) | {"first and last bytes of the files": _ends(sources.files)}
+
+
+def sizes_of(sources: Sources) -> dict[str, Any]:
+    """The part of it that reads no file."""
     valid = sources.valid
     return {
         "schema": hashlib.sha256(sources.schema.model_dump_json().encode()).hexdigest(),
         "training samples": len(sources.train),
         "validation samples": 0 if valid is None else len(valid),
         "bytes": sum(path.stat().st_size for path in sources.files),
-        "first and last bytes of the files": _ends(sources.files),
     }
 
 
@@ -101,10 +105,13 @@ def _built(data: LogData, folder: Path, world: World, say: Callable[[str], None]
         raise RequestError(f"{log}: {error.strerror}; accepted: an interaction log") from None
     key = [str(log.resolve()), stat.st_size, stat.st_mtime_ns, data.build.model_dump(mode="json")]
     target = folder / "data" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    if world.first and not target.exists():
+
+    def make() -> None:
+        if target.exists():
+            return
         say(f"making samples of {log} in {target}")
-        report = build_dataset(log, target, data.build)
-        for line in report.lines():
+        for line in build_dataset(log, target, data.build).lines():
             say(line)
-    world.barrier()
+
+    world.first_alone(f"making samples of {log}", make)
     return target

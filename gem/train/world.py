@@ -5,11 +5,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gem.errors import RequestError
+
+if TYPE_CHECKING:
+    from gem.sharding.watch import Watch
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    watch: "Watch | None" = field(default=None, repr=False)  # over the other ranks
     _last: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
@@ -40,41 +48,108 @@ class World:
         """
         self._last.append(act)
 
+    def part(self) -> None:
+        """Do what was to be done before."""
+        for act in self._last:
+            act()
+
+    def at(self, place: str) -> None:
+        """This rank has moved on, and is there now: what is said of it where it goes no further."""
+        if self.watch is not None:
+            self.watch.at(place)
+
+    def hint(self, how: str) -> None:
+        """How to go on after a fault of any rank, for its line."""
+        if self.watch is not None:
+            self.watch.hint = how
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value, a few plain ones."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def all_have(self, something: bool) -> bool:
+        """Whether every rank has; on the host, so that no device is waited for."""
+        if self.size == 1:
+            return something
+        count = torch.tensor(int(something))
+        dist.all_reduce(count)
+        return int(count) == self.size
+
+    def first_alone(self, place: str, act: Callable[[], None]) -> None:
+        """Have the first rank act, for as long as it likes; the others wait, while it lives."""
+        if self.watch is None:
+            if self.first:
+                act()
+            self.barrier()
+            return
+        with self.watch.patient(place if self.first else f"waiting for rank 0: {place}"):
+            self.watch.after_first(act)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 
 
+TIMEOUT_S = 600.0  # as long as NCCL's own
+
+
 @contextmanager
-def join(device: str = "auto") -> Iterator[World]:
+def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Join the ranks that torchrun started, or be alone. ``device``: auto, cpu or cuda.
 
-    NCCL between GPUs, gloo between CPUs. RequestError where CUDA is asked for and not there.
+    NCCL between GPUs, gloo between CPUs and on the host. RequestError where CUDA is asked for and not there.
+
+    With other ranks whatever is raised in here, and whatever another rank raises or suffers, ends all of them within
+    ``timeout_s`` (gem.sharding.watch); here that is an ``Ended``, and the process ends soon after.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device {device!r}; accepted: auto, cpu, cuda")
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        world = World(rank, size, _device(device, rank))
+        try:
+            yield world
+        finally:
+            world.part()
+        return
+    from gem.sharding.verdict import Ended
+    from gem.sharding.watch import connect
+
+    store, watch = connect(timeout_s)
+    try:
+        watch.begin()
+        where = _device(device, rank)
+        watch.at("joining the other ranks")
+        # gloo too where there are GPUs: what only the host asks of the ranks waits for no kernel.
+        backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+        # The watch comes before it: what runs into this has been missed there.
+        wait = timedelta(seconds=timeout_s + 60)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+        world = World(rank, size, where, watch)
+        yield world
+        world.part()
+        gc.collect()  # what was let go of may be held in a cycle
+        dist.destroy_process_group()
+        watch.leave()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        raise Ended(watch.end(error)) from error
+
+
+def _device(device: str, rank: int) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError(f"device cuda: torch {torch.__version__} sees no GPU; accepted: cpu, or a machine with one")
-    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    where = torch.device(kind)
-    if kind == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise RequestError(
-                f"rank {rank}: no GPU number {local}; accepted: at most {torch.cuda.device_count()} a host"
-            )
-        where = torch.device("cuda", local)
-        torch.cuda.set_device(where)
-    if size > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    world = World(rank, size, where)
-    try:
-        yield world
-    finally:
-        for act in world._last:
-            act()
-        if size > 1:
-            gc.collect()  # what was let go of may be held in a cycle
-            dist.destroy_process_group()
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise RequestError(f"rank {rank}: no GPU number {local}; accepted: at most {torch.cuda.device_count()} a host")
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    return where
