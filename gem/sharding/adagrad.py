@@ -23,14 +23,18 @@ def update(
 
     For bf16: ``numbers``, which tell rows of all tables apart, whoever holds them (None: the ids); first ``column``.
     """
-    mean_V = torch.linalg.vecdot(g_VW, g_VW) / g_VW.shape[1] if mean_V is None else mean_V
-    sum_V = sums_R.index_select(0, ids_V) + mean_V * scale**2
+    sum_V = sums_R.index_select(0, ids_V)
+    if mean_V is None:
+        norm_V = torch.linalg.vector_norm(g_VW, dim=1) * scale
+        sum_V.addcmul_(norm_V, norm_V, value=1 / g_VW.shape[1])
+    else:
+        sum_V += mean_V * scale**2
     sums_R.index_copy_(0, ids_V, sum_V)
-    g_VW *= (sum_V.sqrt().add_(eps).reciprocal_() * (lr * scale))[:, None]
+    g_VW *= (sum_V.sqrt().add_(eps).reciprocal_() * (-lr * scale))[:, None]
     if weight_RW.dtype != torch.bfloat16:
-        weight_RW.index_add_(0, ids_V, g_VW, alpha=-1)
+        weight_RW.index_add_(0, ids_V, g_VW)  # with an alpha it is three times as slow
         return
-    exact_VW = weight_RW.index_select(0, ids_V).float() - g_VW
+    exact_VW = weight_RW.index_select(0, ids_V).float() + g_VW
     weight_RW.index_copy_(0, ids_V, rounded(exact_VW, sum_V, ids_V if numbers_V is None else numbers_V, column))
 
 

@@ -12,7 +12,8 @@ Legend: N ids asked for, U of them distinct, B bags (samples of a request), K ba
 that are asked for by any rank, R rows of a shard, D columns of a table, W of them on a rank, G owners, C groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -43,40 +44,67 @@ class Asked(NamedTuple):
     bags: int  # B
 
 
-def sorted_ids(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that are not negative, ascending, and where they were, int64; equal ones in the order in which they came."""
-    bits = max(len(ids_N) - 1, 1).bit_length()
-    if ids_N.device.type == "cpu" and len(ids_N) and int(ids_N.max()).bit_length() + bits < 63:
-        # Both in one number: numpy sorts numbers by vector instructions, several times as fast as torch sorts pairs.
-        packed_N = (ids_N.long() << bits) | torch.arange(len(ids_N))
-        packed_N.numpy().sort()
-        return packed_N >> bits, packed_N & ((1 << bits) - 1)
-    found = torch.sort(ids_N.long(), stable=True)
-    return found.values, found.indices
+def in_order(keys_N: Tensor, values_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Keys ascending and their values, int64; by value where keys are equal. ``values`` None: where each key was.
+
+    Both are integers that are not negative.
+    """
+    values_N = torch.arange(keys_N.shape[0], device=keys_N.device) if values_N is None else values_N.long()
+    if keys_N.device.type == "cpu" and keys_N.numel():
+        bits = int(values_N.max()).bit_length()
+        if int(keys_N.max()).bit_length() + bits < 64:
+            # Both in one number: numpy sorts numbers by vector instructions, several times as fast as torch pairs.
+            packed_N = (keys_N.long() << bits).bitwise_or_(values_N)
+            packed_N.numpy().sort()
+            return packed_N >> bits, packed_N.bitwise_and_((1 << bits) - 1)
+    values_N, order_N = torch.sort(values_N)
+    found = torch.sort(keys_N.long().index_select(0, order_N), stable=True)
+    return found.values, values_N.index_select(0, found.indices)
 
 
 def bags(table_RW: Tensor, which_N: Tensor, ends_K1: Tensor, dtype: torch.dtype) -> Tensor:
     """[K, W] in ``dtype``: sums of the rows ``which[ends[k]:ends[k + 1]]``."""
-    if not table_RW.shape[1] or len(ends_K1) == 1 or not len(which_N):
-        return table_RW.new_zeros(len(ends_K1) - 1, table_RW.shape[1], dtype=dtype)
+    if not table_RW.shape[1] or ends_K1.shape[0] == 1 or not which_N.shape[0]:
+        return table_RW.new_zeros(ends_K1.shape[0] - 1, table_RW.shape[1], dtype=dtype)
     if table_RW.dtype != dtype:  # bf16 is added up in fp32
         table_RW = table_RW.index_select(0, which_N).to(dtype)
         which_N = torch.arange(len(which_N), device=which_N.device)
     return torch.embedding_bag(table_RW, which_N, ends_K1.to(which_N.dtype), include_last_offset=True)[0]
 
 
-def added_up(parts: Sequence[Part], width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Distinct addresses [V], ascending, and the sums of their rows [V, W]."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, width, dtype=dtype, device=device)
-    if len(parts) > 1:
-        sums = [added_up([part], width, dtype, device) for part in parts]
-        parts = [Part(torch.cat([a for a, _ in sums]), None, torch.cat([rows for _, rows in sums]))]
-    (part,) = parts
-    ids_N, order_N = sorted_ids(part.addresses_N)
-    distinct_V, counts_V = torch.unique_consecutive(ids_N, return_counts=True)
-    which_N = order_N if part.which_N is None else part.which_N[order_N]
-    return distinct_V, bags(part.rows_MW.to(dtype), which_N, ends(counts_V), dtype)
+class Sums:
+    """Gradients of a shard's rows: distinct addresses [V], ascending, and the sum of each one's rows, formed when read.
+
+    Read a piece after the other they are as few as fit in a cache, and never all there.
+    """
+
+    def __init__(self, parts: Sequence[Part], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        if len(parts) > 1:
+            sums = [Sums([part], width, dtype, device) for part in parts]
+            parts = [Part(torch.cat([one.ids_V for one in sums]), None, torch.cat([one.rows_VW for one in sums]))]
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        part = parts[0] if parts else Part(none, None, torch.empty(0, width, dtype=dtype, device=device))
+        ids_N, self._which_N = in_order(part.addresses_N, part.which_N)
+        self.ids_V, counts_V = torch.unique_consecutive(ids_N, return_counts=True)
+        self._ends_V1, self._matrix, self._dtype = ends(counts_V), part.rows_MW.to(dtype), dtype
+
+    @cached_property
+    def rows_VW(self) -> Tensor:
+        """All of them."""
+        return bags(self._matrix, self._which_N, self._ends_V1, self._dtype)
+
+    def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Places in ``ids_V``, and their rows [≤ size, W]; ``rows_VW`` where that has been read."""
+        count = self.ids_V.shape[0]
+        starts = self._ends_V1[::size].tolist()
+        for number, first in enumerate(range(0, count, size)):
+            at = slice(first, min(first + size, count))
+            if "rows_VW" in self.__dict__:
+                yield at, self.rows_VW[at]
+                continue
+            which_N = self._which_N[starts[number] : starts[number + 1] if at.stop < count else None]
+            ends_K1 = self._ends_V1[first : at.stop + 1] - starts[number]
+            yield at, bags(self._matrix, which_N, ends_K1, self._dtype)
 
 
 def ends(counts_K: Tensor) -> Tensor:
@@ -258,7 +286,7 @@ class RowLane(_Lane):
     def __init__(self, roads: Roads, number: int, ids: Tensor | None, device: torch.device) -> None:
         super().__init__(roads, number, device)
         group, turns = self.group, roads.turns[number]
-        values_N, self.order_N = sorted_ids(torch.empty(0, dtype=torch.int64, device=device) if ids is None else ids)
+        values_N, self.order_N = in_order(torch.empty(0, dtype=torch.int64, device=device) if ids is None else ids)
         cuts = torch.searchsorted(values_N, torch.tensor(group.bounds, device=device)).tolist()
         if turns != sorted(turns):
             values_N, self.order_N = (
@@ -341,8 +369,7 @@ class BagLane(_Lane):
         ranks, count = roads.wire.size, max(self.bags, 1)
         self.asked_lengths = self.asked
         if not self.group.by_column:
-            keys_N, order_N = sorted_ids(places_N * count + keys_N)
-            addresses_N = addresses_N[order_N]
+            keys_N, addresses_N = in_order(places_N * count + keys_N, addresses_N)
         keys_K, lengths_K = torch.unique_consecutive(keys_N, return_counts=True)
         addresses_N = addresses_N.to(roads.id_type)
         if self.group.by_column:  # of all owners alike

@@ -28,12 +28,12 @@ from gem.sharding.adagrad import update
 from gem.sharding.collectives import Traffic, Wire
 from gem.sharding.mesh import Meshes
 from gem.sharding.placement import Group, Piece, Placement, Table, grouped
-from gem.sharding.routes import Asked, BagRoute, HandOut, Part, Roads, RowRoute, added_up
+from gem.sharding.routes import Asked, BagRoute, HandOut, Part, Roads, RowRoute, Sums
 
 Weights = Callable[[Table, Piece], Tensor]  # what a piece begins with
 Lookup = tuple[str, Tensor]  # table, ids of any shape
 Bags = tuple[str, Tensor, Tensor]  # table, ids [N], offsets [B + 1]: sample b has ids[offsets[b]:offsets[b + 1]]
-Rows = tuple[Tensor, Tensor]  # which [V], and values or gradients [V, W]
+_PIECE = 4096  # rows updated at once on a CPU, so that they stay in its cache from sum to update
 
 
 class ShardedTables:
@@ -82,7 +82,7 @@ class ShardedTables:
         self._shards: list[Tensor] = []  # what is read on this rank, by group
         self._waiting: list[Any] = []
         self._routes: list[RowRoute | BagRoute] = []
-        self._gradients: list[Rows] = []
+        self._gradients: list[Sums] = []
 
     def _held(self, piece: Piece) -> Piece:
         """What this rank keeps of its group's piece: v3 cuts its rows over the replicas."""
@@ -188,8 +188,8 @@ class ShardedTables:
                 places.append(place.expand(len(ids)))
             else:
                 block = torch.bucketize(ids, starts, right=True)
-                addresses.append(ids + shift[block])
-                places.append(place[block])
+                addresses.append(shift.index_select(0, block).add_(ids))
+                places.append(place.index_select(0, block))
         lengths = torch.cat([offsets.diff() for _, _, offsets in requests])
         addresses_N = torch.cat(addresses)
         numbers = torch.arange(len(lengths), device=self._device)
@@ -244,45 +244,47 @@ class ShardedTables:
             found = self._to_slices(found) if self.kind == "v3" else self._to_copies(found)
         self._gradients = found
 
-    def _added_up(self, number: int, parts: Sequence[Part]) -> Rows:
-        return added_up(parts, self._own[number].shape[1], self._sums_dtype, self._device)
+    def _added_up(self, number: int, parts: Sequence[Part]) -> Sums:
+        return Sums(parts, self._own[number].shape[1], self._sums_dtype, self._device)
 
-    def _to_copies(self, own: list[Rows]) -> list[Rows]:
+    def _to_copies(self, own: list[Sums]) -> list[Sums]:
         """v2: the sum of all groups' gradients, on each: added up in the order of the groups, to the same bits."""
-        wire, widths = self.replicas, [rows.shape[1] for _, rows in own]
+        wire, widths = self.replicas, [x.shape[1] for x in self._own]
         counts = wire.transpose(
-            torch.tensor([[len(ids) for ids, _ in own]] * wire.size, device=self._device), "counts"
+            torch.tensor([[len(one.ids_V) for one in own]] * wire.size, device=self._device), "counts"
         ).tolist()
-        flat = torch.cat([ids.to(self.roads.id_type) for ids, _ in own])
+        flat = torch.cat([one.ids_V.to(self.roads.id_type) for one in own])
         ids = wire.all_gather(flat, "copies' gradients", [sum(of_rank) for of_rank in counts])
         lengths = [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in counts]
-        flat = own[0][1].reshape(-1) if len(own) == 1 else torch.cat([rows.reshape(-1) for _, rows in own])
+        values = [one.rows_VW.view(-1) for one in own]
+        flat = values[0] if len(own) == 1 else torch.cat(values)
         rows = wire.all_gather(flat, "copies' gradients", [sum(of_rank) for of_rank in lengths])
         return self._sorted_out(
             [x.split(n) for x, n in zip(ids, counts, strict=True)],
             [x.split(n) for x, n in zip(rows, lengths, strict=True)],
         )
 
-    def _to_slices(self, own: list[Rows]) -> list[Rows]:
+    def _to_slices(self, own: list[Sums]) -> list[Sums]:
         """v3: of the sum of all replicas' gradients those of this rank's slice, by its own row numbers."""
         wire, size = self.replicas, self.replicas.size
         send_CQ, sizes = [], [self._groups[number].rows[self.owners.rank] for number in range(len(own))]
-        for (ids, _), rows in zip(own, sizes, strict=True):
+        for one, rows in zip(own, sizes, strict=True):
             bounds = torch.arange(size + 1, device=self._device) * rows
-            send_CQ.append(torch.searchsorted(ids, bounds.to(ids.dtype)).diff())
+            send_CQ.append(torch.searchsorted(one.ids_V, bounds).diff())
         send_QC = torch.stack(send_CQ, 1)
         receive = wire.transpose(send_QC, "counts").tolist()
-        send, widths = send_QC.tolist(), [rows.shape[1] for _, rows in own]
-        ids_CQ = [ids.split([of_rank[number] for of_rank in send]) for number, (ids, _) in enumerate(own)]
-        rows_CQ = [rows.split([of_rank[number] for of_rank in send]) for number, (_, rows) in enumerate(own)]
-        turns = [(q, number) for q in range(size) for number in range(len(own))]
-        flat = torch.cat([ids_CQ[number][q] - q * sizes[number] for q, number in turns]).to(self.roads.id_type)
+        send, widths = send_QC.tolist(), [x.shape[1] for x in self._own]
+        ids_CQ = [one.ids_V.split([of_rank[c] for of_rank in send]) for c, one in enumerate(own)]
+        rows_CQ = [one.rows_VW.split([of_rank[c] for of_rank in send]) for c, one in enumerate(own)]
+        turns = [(q, c) for q in range(size) for c in range(len(own))]
+        flat = torch.cat([ids_CQ[c][q] - q * sizes[c] for q, c in turns]).to(self.roads.id_type)
         ids = wire.all_to_all(flat, [sum(n) for n in send], [sum(n) for n in receive], "slices' gradients")
-        values = own[0][1].reshape(-1) if len(own) == 1 else torch.cat([rows_CQ[c][q].reshape(-1) for q, c in turns])
+        values = [rows_CQ[c][q].reshape(-1) for q, c in turns]
         there, back = (
             [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in x] for x in (send, receive)
         )
-        rows = wire.all_to_all(values, [sum(n) for n in there], [sum(n) for n in back], "slices' gradients")
+        flat = own[0].rows_VW.view(-1) if len(own) == 1 else torch.cat(values)
+        rows = wire.all_to_all(flat, [sum(n) for n in there], [sum(n) for n in back], "slices' gradients")
         split_ids = ids.split([n for of_rank in receive for n in of_rank])
         split_rows = rows.split([n for of_rank in back for n in of_rank])
         step = len(own)
@@ -291,7 +293,7 @@ class ShardedTables:
             [split_rows[at : at + step] for at in range(0, size * step, step)],
         )
 
-    def _sorted_out(self, ids_QC: Sequence[Sequence[Tensor]], rows_QC: Sequence[Sequence[Tensor]]) -> list[Rows]:
+    def _sorted_out(self, ids_QC: Sequence[Sequence[Tensor]], rows_QC: Sequence[Sequence[Tensor]]) -> list[Sums]:
         found = []
         for number, own in enumerate(self._own):
             ids = torch.cat([of_rank[number] for of_rank in ids_QC])
@@ -302,34 +304,38 @@ class ShardedTables:
     @torch.no_grad()
     def sparse_grad_norm(self) -> Tensor:
         """[]: the norm of all tables' gradients together, as if they were dense and of one process."""
-        squares = [rows.square().sum() for _, rows in self._gradients]
+        squares = [one.rows_VW.square().sum() for one in self._gradients]
         none = torch.zeros((), dtype=self._sums_dtype, device=self._device)
         total = self.owners.sum(torch.stack(squares).sum() if squares else none)
         if self.kind == "v3":
             self.replicas.sum(total)
         return total.sqrt()
 
-    def gradients(self) -> dict[str, Rows]:
+    def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By table, of ``exchange_gradients``: rows of this rank's ``weights`` [V], and their gradients [V, W]."""
         found = {}
-        for group, (ids_V, rows_VW) in zip(self._groups, self._gradients, strict=True):
+        for group, one in zip(self._groups, self._gradients, strict=True):
             for name in group.names:
                 first = group.first[self.owners.rank][name]
                 start, stop = torch.searchsorted(
-                    ids_V, torch.tensor([first, first + len(self.weights[name])], device=ids_V.device)
+                    one.ids_V, torch.tensor([first, first + len(self.weights[name])], device=self._device)
                 ).tolist()
-                found[name] = (ids_V[start:stop] - first, rows_VW[start:stop])
+                found[name] = (one.ids_V[start:stop] - first, one.rows_VW[start:stop])
         return found
 
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Update the rows that were touched anywhere by their gradients times ``scale``."""
         means = self._means_of_rows() if self._gradients else []
-        for number, (ids_V, rows_VW) in enumerate(self._gradients):
-            if len(ids_V) and rows_VW.shape[1]:
+        for number, one in enumerate(self._gradients):
+            own, mean_V = self._own[number], means[number]
+            if not own.shape[1]:
+                continue
+            for at, rows in one.pieces(_PIECE if own.device.type == "cpu" else max(len(one.ids_V), 1)):
+                ids = one.ids_V[at]
                 update(
-                    self._own[number], self._sums[number], ids_V, rows_VW, means[number],
-                    lr=self.lr, eps=self.eps, scale=scale, **self._whereabouts(number, ids_V),
+                    own, self._sums[number], ids, rows, None if mean_V is None else mean_V[at],
+                    lr=self.lr, eps=self.eps, scale=scale, **self._whereabouts(number, ids),
                 )  # fmt: skip
         self._shards, self._gradients = [], []
 
@@ -349,7 +355,7 @@ class ShardedTables:
         cut = [c for c, group in enumerate(self._groups) if group.by_column and self.whole_rows]
         if not cut or self.owners.size == 1:
             return found
-        squares = [self._gradients[c][1].square().sum(1) for c in cut]
+        squares = [self._gradients[c].rows_VW.square().sum(1) for c in cut]
         sums = self.owners.sum(torch.cat(squares)).split([len(x) for x in squares])
         for c, sums_V in zip(cut, sums, strict=True):
             found[c] = sums_V / self._groups[c].dim
