@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gem.sharding.adagrad import picked
 from gem.sharding.collectives import Wire
 from gem.sharding.placement import Group
 
@@ -258,18 +259,18 @@ class RowRoute(_Route):
         self._answer(shards)
 
     def _answer(self, shards: Sequence[Tensor]) -> None:
-        flat = self._give([_picked(shard, lane.asked) for shard, lane in zip(shards, self.lanes, strict=True)])
+        flat = self._give([picked(shard, lane.asked) for shard, lane in zip(shards, self.lanes, strict=True)])
         if self.roads.plain:
             (lane,), (shard,) = self.lanes, shards
             away = len(lane.outgoing)
             lane.handed = shard.new_empty(sum(lane.to), lane.width)
-            torch.index_select(shard, 0, lane.addresses[-1], out=lane.handed[away:])
+            lane.handed[away:] = picked(shard, lane.addresses[-1])
             self._swap_rows(flat, lane.handed[:away].view(-1))
             return
         for lane, shard, blocks in zip(
             self.lanes, shards, self._apart(self._swap_rows(flat), self._gotten()), strict=True
         ):
-            lane.handed = lane.of_places([*blocks, _picked(shard, lane.addresses[-1])])
+            lane.handed = lane.of_places([*blocks, picked(shard, lane.addresses[-1])])
 
     def gradients(self) -> list[Part]:
         """By group: gradients of all ranks for this one's rows. Every rank calls it, whatever it has learnt."""
@@ -399,12 +400,6 @@ class BagLane(_Lane):
         if self.group.by_column:
             return self.by_place(gradient_BD.index_select(0, self.bags_of[0]))
         return [gradient_BD.index_select(0, which) for which in self.bags_of]
-
-
-def _picked(shard_RW: Tensor, addresses_N: Tensor) -> Tensor:
-    if not shard_RW.shape[1]:
-        return shard_RW.new_empty(len(addresses_N), 0)
-    return shard_RW.index_select(0, addresses_N)
 
 
 class HandOut(torch.autograd.Function):

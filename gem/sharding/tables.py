@@ -33,7 +33,7 @@ from gem.sharding.routes import Asked, BagRoute, HandOut, Part, Roads, RowRoute,
 Weights = Callable[[Table, Piece], Tensor]  # what a piece begins with
 Lookup = tuple[str, Tensor]  # table, ids of any shape
 Bags = tuple[str, Tensor, Tensor]  # table, ids [N], offsets [B + 1]: sample b has ids[offsets[b]:offsets[b + 1]]
-_PIECE = 4096  # rows updated at once on a CPU, so that they stay in its cache from sum to update
+_PIECE = 2**17  # elements updated at once on a CPU, so that they stay in its cache from sum to update
 
 
 class ShardedTables:
@@ -331,7 +331,8 @@ class ShardedTables:
             own, mean_V = self._own[number], means[number]
             if not own.shape[1]:
                 continue
-            for at, rows in one.pieces(_PIECE if own.device.type == "cpu" else max(len(one.ids_V), 1)):
+            size = _PIECE // own.shape[1] if own.device.type == "cpu" else len(one.ids_V)
+            for at, rows in one.pieces(max(size, 1)):
                 ids = one.ids_V[at]
                 update(
                     own, self._sums[number], ids, rows, None if mean_V is None else mean_V[at],
