@@ -17,7 +17,7 @@ from gem.harness.names import SENT_PREFIX
 from gem.harness.sharding_params import ShardingParams
 from gem.harness.sharding_rank import TIMED, Alone, Found, RankOfPlan, together
 from gem.harness.sharding_ranks import Ranks
-from gem.sharding.mesh import LINKS, Cluster
+from gem.sharding.mesh import Cluster
 
 
 class Sharding:
@@ -99,8 +99,7 @@ def _traffic(params: ShardingParams, found: Sequence[Found]) -> list[Metric]:
     ]
     for (what, tier), counts in sorted(by_kind.items()):
         if max(counts):
-            name = f"{SENT_PREFIX}{what.replace(chr(39), '').replace(' ', '_')}.{tier}"
-            metrics.append(Metric(name, max(counts), note=f"{what}, over {LINKS[tier]}"))  # type: ignore[index]
+            metrics.append(Metric(f"{SENT_PREFIX}{what.replace(chr(39), '').replace(' ', '_')}.{tier}", max(counts)))
     return metrics
 
 
