@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from gem.harness import names, plots
+from gem.harness import names, plots, report_scaling
 from gem.harness.report_commands import Commands
 from gem.harness.report_figures import bar_of
 from gem.harness.report_lines import Card, Cell, Column, Line, Section, Table, TableRow, by_suite, kind_of
@@ -41,8 +41,9 @@ def measured_sections(lines: Sequence[Line], commands: Commands, runs: Sequence[
     for kind, (heading, note) in SECTIONS.items():
         parts = []
         for suite, own in kinds.get(kind, []):
-            table = results_table(own, commands, runs, f"Metrics of {suite}")
-            cards = _headline_cards(suite, own, commands, runs)
+            scaled = report_scaling.cards(suite, own, commands, runs)
+            table = results_table(report_scaling.without_parts(own), commands, runs, f"Metrics of {suite}")
+            cards = scaled or _headline_cards(suite, own, commands, runs)
             if kind == "ablation":
                 cards += _gain_cards(suite, own, commands, runs)
             parts.append((suite, cards, table))
