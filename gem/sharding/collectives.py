@@ -9,7 +9,7 @@ Legend: N rows of this rank, D columns, G ranks of the group.
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -82,21 +82,28 @@ class Wire:
         self.traffic.add(what, counts_GX.nbytes // self.size * (self.size - 1))
         return received_GX
 
-    def all_to_all(
-        self, x: Tensor, send: list[int], receive: list[int], what: str, out: Tensor | None = None
-    ) -> Tensor:
-        """The first ``send[0]`` rows of x [N, …] go to rank 0, the next ``send[1]`` to rank 1, …; back come theirs.
+    def all_to_all(self, x: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
+        """The first ``send[0]`` rows of x [N, …] go to rank 0, the next ``send[1]`` to rank 1, …; back come theirs."""
+        return self.start_all_to_all(x, send, receive, what)()
 
-        ``out``: where to, contiguous; else a new tensor.
-        """
+    def start_all_to_all(
+        self, x: Tensor, send: list[int], receive: list[int], what: str, out: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """``all_to_all`` that is under way; what it gives waits for it. ``out``: where to, contiguous."""
         if self.size == 1:
-            return x
+            return lambda: x
         raw_NB = _bytes(x)
         found_NB = raw_NB.new_empty(sum(receive), raw_NB.shape[1]) if out is None else _bytes(out)
         with telling(what):
-            dist.all_to_all_single(found_NB, raw_NB, receive, send, group=self.group)
+            work = dist.all_to_all_single(found_NB, raw_NB, receive, send, group=self.group, async_op=True)
         self.traffic.add(what, (sum(send) - send[self.rank]) * raw_NB.shape[1])
-        return _like(found_NB, x)
+
+        def wait() -> Tensor:
+            assert work is not None, "not a rank of the group"
+            work.wait()
+            return _like(found_NB, x)
+
+        return wait
 
     def all_gather(self, x: Tensor, what: str, lengths: list[int] | None = None) -> list[Tensor]:
         """Every rank's x [N, …], whose N may differ, in the order of the ranks. ``lengths``: these N, if known."""

@@ -12,10 +12,10 @@ Legend: N ids asked for, U of them distinct, B bags (samples of a request), K ba
 that are asked for by any rank, R rows of a shard, D columns of a table, W of them on a rank, G owners, C groups.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,14 +28,6 @@ from gem.sharding.placement import Group
 Shapes = list[list[tuple[int, int]]]  # [others][C]: rows and columns
 
 
-class Part(NamedTuple):
-    """Gradients for rows of this rank's shard: row ``addresses[n]`` gets row ``which[n]`` of the matrix."""
-
-    addresses_N: Tensor
-    which_N: Tensor | None  # None: n
-    rows_MW: Tensor
-
-
 class Asked(NamedTuple):
     """Ids of bags of one group."""
 
@@ -43,6 +35,7 @@ class Asked(NamedTuple):
     places_N: Tensor  # of their owners (Roads.places)
     bags_N: Tensor
     bags: int  # B
+    in_order: bool  # already, by place and bag
 
 
 def in_order(keys_N: Tensor, values_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,20 +72,32 @@ class Sums:
     Read a piece after the other they are as few as fit in a cache, and never all there.
     """
 
-    def __init__(self, parts: Sequence[Part], width: int, dtype: torch.dtype, device: torch.device) -> None:
-        if len(parts) > 1:
-            sums = [Sums([part], width, dtype, device) for part in parts]
-            parts = [Part(torch.cat([one.ids_V for one in sums]), None, torch.cat([one.rows_VW for one in sums]))]
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        part = parts[0] if parts else Part(none, None, torch.empty(0, width, dtype=dtype, device=device))
-        ids_N, self._which_N = in_order(part.addresses_N, part.which_N)
+    def __init__(self, addresses_N: Tensor, which_N: Tensor | None = None) -> None:
+        """Row ``addresses[n]`` gets row ``which[n]`` (None: n) of the matrix that ``of`` will be told."""
+        ids_N, self._which_N = in_order(addresses_N, which_N)
         self.ids_V, counts_V = torch.unique_consecutive(ids_N, return_counts=True)
-        self._ends_V1, self._matrix, self._dtype = ends(counts_V), part.rows_MW.to(dtype), dtype
+        self._ends_V1 = ends(counts_V)
+
+    def of(self, matrix_MW: Tensor) -> Self:
+        """Of these gradients, whose dtype the sums have."""
+        self._matrix = matrix_MW
+        return self
+
+    @classmethod
+    def total(cls, parts: Sequence["Sums"], width: int, dtype: torch.dtype, device: torch.device) -> "Sums":
+        """The sum of several."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return cls(torch.empty(0, dtype=torch.int64, device=device)).of(
+                torch.empty(0, width, dtype=dtype, device=device)
+            )
+        return cls(torch.cat([one.ids_V for one in parts])).of(torch.cat([one.rows_VW for one in parts]))
 
     @cached_property
     def rows_VW(self) -> Tensor:
         """All of them."""
-        return bags(self._matrix, self._which_N, self._ends_V1, self._dtype)
+        return bags(self._matrix, self._which_N, self._ends_V1, self._matrix.dtype)
 
     def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Places in ``ids_V``, and their rows [≤ size, W]; ``rows_VW`` where that has been read."""
@@ -105,7 +110,7 @@ class Sums:
                 continue
             which_N = self._which_N[starts[number] : starts[number + 1] if at.stop < count else None]
             ends_K1 = self._ends_V1[first : at.stop + 1] - starts[number]
-            yield at, bags(self._matrix, which_N, ends_K1, self._dtype)
+            yield at, bags(self._matrix, which_N, ends_K1, self._matrix.dtype)
 
 
 def ends(counts_K: Tensor) -> Tensor:
@@ -178,20 +183,20 @@ class _Route:
     def _swap_counts(self, counts: list[list[int]]) -> list[list[int]]:
         return self.roads.wire.transpose(torch.tensor(counts, device=self.device), "counts").tolist()
 
-    def _swap_ids(self, flat: Tensor, counts: list[list[int]], received: list[list[int]]) -> Tensor:
+    def _swap_ids(self, flat: Tensor, counts: list[list[int]], received: list[list[int]]) -> Callable[[], Tensor]:
         """``counts``, ``received``: [G][…] ids that go to and come from each rank."""
         send, receive = [sum(x) for x in counts], [sum(x) for x in received]
         send[self.roads.wire.rank] = receive[self.roads.wire.rank] = 0
-        return self.roads.wire.all_to_all(flat, send, receive, "ids")
+        return self.roads.wire.start_all_to_all(flat, send, receive, "ids")
 
-    def _swap_rows(self, flat: Tensor, out: Tensor | None = None, *, back: bool = False) -> Tensor:
+    def _swap_rows(self, flat: Tensor, out: Tensor | None = None, *, back: bool = False) -> Callable[[], Tensor]:
         """Rows to who asked for them, flat; ``back``: their gradients, the other way."""
         send, receive = ([0] * self.roads.wire.size for _ in range(2))
         for rank, given, gotten in zip(self.roads.others, self._given(), self._gotten(), strict=True):
             send[rank], receive[rank] = (sum(rows * width for rows, width in x) for x in (given, gotten))
         if back:
-            return self.roads.wire.all_to_all(flat, receive, send, "gradients", out)
-        return self.roads.wire.all_to_all(flat, send, receive, "rows", out)
+            return self.roads.wire.start_all_to_all(flat, receive, send, "gradients", out)
+        return self.roads.wire.start_all_to_all(flat, send, receive, "rows", out)
 
     def _given(self) -> Shapes:
         """Of the rows that this rank gives to others."""
@@ -221,19 +226,28 @@ class _Route:
             [a.split(lane.asked_by) for a, lane in zip(answers, self.lanes, strict=True)], answers[0].dtype
         )
 
-    def _gradients_back(self, blocks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _gradients_back(self, blocks: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
         """By lane: others' gradients of this rank's rows, then its own, in one matrix. ``blocks`` by lane and place."""
-        dtype, shapes = self.roads.dtype, self._given()
-        flat = self._in_turns(blocks, dtype)
+        flat, shapes = self._in_turns(blocks, self.roads.dtype), self._given()
         if len(self.lanes) > 1:
-            found = self._apart(self._swap_rows(flat, back=True), shapes)
-            return [torch.cat([*parts, mine[-1]]) for parts, mine in zip(found, blocks, strict=True)]
+            wait = self._swap_rows(flat, back=True)
+
+            def gathered() -> list[Tensor]:
+                found = self._apart(wait(), shapes)
+                return [torch.cat([*parts, mine[-1]]) for parts, mine in zip(found, blocks, strict=True)]
+
+            return gathered
         (lane,), own = self.lanes, blocks[0][-1]
         count = sum(lane.asked_by)
-        room = own.new_empty(count + len(own), lane.width)
+        room = own.new_empty(count + own.shape[0], lane.width)
+        arrived = self._swap_rows(flat, room[:count].view(-1), back=True)
         room[count:] = own
-        self._swap_rows(flat, room[:count].view(-1), back=True)
-        return [room]
+
+        def filled() -> list[Tensor]:
+            arrived()
+            return [room]
+
+        return filled
 
 
 class RowRoute(_Route):
@@ -251,34 +265,30 @@ class RowRoute(_Route):
             flat = self.lanes[0].outgoing
         else:
             flat = self._in_turns([lane.addresses for lane in self.lanes], roads.id_type)
-        found = self._swap_ids(flat, counts, received)
+        wait = self._swap_ids(flat, counts, received)
+        own = [picked(shard, lane.addresses[-1]) for shard, lane in zip(shards, self.lanes, strict=True)]
+        found = wait()
         shapes = [[(count, 1) for count in received[rank]] for rank in roads.others]
         for lane, parts in zip(self.lanes, self._apart(found, shapes), strict=True):
             lane.asked = found if len(self.lanes) == 1 else torch.cat(parts).view(-1) if parts else lane.asked
             lane.asked_by = [len(part) for part in parts]
-        self._answer(shards)
-
-    def _answer(self, shards: Sequence[Tensor]) -> None:
         flat = self._give([picked(shard, lane.asked) for shard, lane in zip(shards, self.lanes, strict=True)])
-        if self.roads.plain:
-            (lane,), (shard,) = self.lanes, shards
-            away = len(lane.outgoing)
-            lane.handed = shard.new_empty(sum(lane.to), lane.width)
-            lane.handed[away:] = picked(shard, lane.addresses[-1])
-            self._swap_rows(flat, lane.handed[:away].view(-1))
+        if roads.plain:
+            (lane,), away = self.lanes, self.lanes[0].outgoing.shape[0]
+            lane.handed = own[0].new_empty(sum(lane.to), lane.width)
+            wait = self._swap_rows(flat, lane.handed[:away].view(-1))
+            lane.handed[away:] = own[0]
+            wait()
             return
-        for lane, shard, blocks in zip(
-            self.lanes, shards, self._apart(self._swap_rows(flat), self._gotten()), strict=True
-        ):
-            lane.handed = lane.of_places([*blocks, picked(shard, lane.addresses[-1])])
+        parts = self._apart(self._swap_rows(flat)(), self._gotten())
+        for lane, blocks, mine in zip(self.lanes, parts, own, strict=True):
+            lane.handed = lane.of_places([*blocks, mine])
 
-    def gradients(self) -> list[Part]:
+    def gradients(self) -> list[Sums]:
         """By group: gradients of all ranks for this one's rows. Every rank calls it, whatever it has learnt."""
-        rows = self._gradients_back([lane.by_place(lane.learnt()) for lane in self.lanes])
-        return [
-            Part(torch.cat([lane.asked, lane.addresses[-1]]), None, matrix)
-            for lane, matrix in zip(self.lanes, rows, strict=True)
-        ]
+        wait = self._gradients_back([lane.by_place(lane.learnt()) for lane in self.lanes])
+        sums = [Sums(torch.cat([lane.asked, lane.addresses[-1]])) for lane in self.lanes]  # sorted while they travel
+        return [one.of(matrix) for one, matrix in zip(sums, wait(), strict=True)]
 
 
 class RowLane(_Lane):
@@ -301,17 +311,17 @@ class RowLane(_Lane):
         per_block = [b - a for a, b in pairwise(F.pad(which_N + 1, (1, 0))[till_S].tolist())]  # distinct ones
         shifts = torch.tensor([group.shifts[s] for s in turns], device=device)
         times = torch.tensor(per_block, device=device)
-        addresses_U = distinct_U + torch.repeat_interleave(shifts, times, output_size=len(distinct_U))
+        addresses_U = distinct_U + torch.repeat_interleave(shifts, times, output_size=distinct_U.shape[0])
         addresses_U = addresses_U.to(roads.id_type)
         self.to = [0] * roads.wire.size
         if group.by_column:
-            self.to = [len(addresses_U)] * roads.wire.size
+            self.to = [addresses_U.shape[0]] * roads.wire.size
             self.addresses = [addresses_U] * roads.wire.size
             return
         for s, count in zip(turns, per_block, strict=True):
             self.to[group.owners[s]] += count
         self.addresses = list(addresses_U.split([self.to[rank] for rank in roads.places]))
-        self.outgoing = addresses_U[: len(addresses_U) - len(self.addresses[-1])]
+        self.outgoing = addresses_U[: addresses_U.shape[0] - self.addresses[-1].shape[0]]
 
     def learn_rows(self, rows_ND: Tensor) -> None:
         """Gradients of all requests' rows, in the order in which they were asked for."""
@@ -330,34 +340,33 @@ class BagRoute(_Route):
         counts = [[n for lane in self.lanes for n in (lane.to[rank], lane.ids_to[rank])] for rank in ranks]
         received = self._swap_counts(counts)
         both = [part for lane in self.lanes for part in (lane.lengths, lane.addresses)]
-        found = self._swap_ids(self._in_turns(both, roads.id_type), counts, received)
+        wait = self._swap_ids(self._in_turns(both, roads.id_type), counts, received)
+        dtype, pairs = roads.dtype, list(zip(self.lanes, shards, strict=True))
+        own = [bags(shard, lane.addresses[-1], ends(lane.lengths[-1]), dtype) for lane, shard in pairs]
+        found = wait()
         parts = iter(found.split([n for rank in roads.others for n in received[rank]]))
         turns = [[(next(parts), next(parts)) for _ in self.lanes] for _ in roads.others]
         for number, lane in enumerate(self.lanes):
             mine = [of_rank[number] for of_rank in turns]
-            lane.asked_by = [len(lengths) for lengths, _ in mine]
+            lane.asked_by = [lengths.shape[0] for lengths, _ in mine]
             if mine:
                 lane.asked_lengths, lane.asked = (torch.cat(list(x)) for x in zip(*mine, strict=True))
-        self._answer(shards)
-
-    def _answer(self, shards: Sequence[Tensor]) -> None:
-        dtype, pairs = self.roads.dtype, list(zip(self.lanes, shards, strict=True))
         flat = self._give([bags(shard, lane.asked, ends(lane.asked_lengths), dtype) for lane, shard in pairs])
-        found = self._apart(self._swap_rows(flat), self._gotten())
-        for (lane, shard), blocks in zip(pairs, found, strict=True):
-            lane.assemble([*blocks, bags(shard, lane.addresses[-1], ends(lane.lengths[-1]), dtype)])
+        blocks = self._apart(self._swap_rows(flat)(), self._gotten())
+        for lane, others, mine in zip(self.lanes, blocks, own, strict=True):
+            lane.assemble([*others, mine])
 
-    def gradients(self) -> list[Part]:
+    def gradients(self) -> list[Sums]:
         """By group: gradients of all ranks for this one's rows. Every rank calls it, whatever it has learnt."""
-        found = []
-        rows = self._gradients_back([lane.of_bags() for lane in self.lanes])
-        for lane, matrix in zip(self.lanes, rows, strict=True):
+        wait = self._gradients_back([lane.of_bags() for lane in self.lanes])
+        sums = []
+        for lane in self.lanes:  # sorted while they travel
             lengths = torch.cat([lane.asked_lengths, lane.lengths[-1]])
             addresses = torch.cat([lane.asked, lane.addresses[-1]])
-            numbers = torch.arange(len(lengths), device=self.device)
-            which = torch.repeat_interleave(numbers, lengths.long(), output_size=len(addresses))
-            found.append(Part(addresses, which, matrix))
-        return found
+            numbers = torch.arange(lengths.shape[0], device=self.device)
+            which = torch.repeat_interleave(numbers, lengths.long(), output_size=addresses.shape[0])
+            sums.append(Sums(addresses, which))
+        return [one.of(matrix) for one, matrix in zip(sums, wait(), strict=True)]
 
 
 class BagLane(_Lane):
@@ -366,15 +375,17 @@ class BagLane(_Lane):
     def __init__(self, roads: Roads, number: int, asked: Asked | None, device: torch.device) -> None:
         super().__init__(roads, number, device)
         none = torch.empty(0, dtype=torch.int64, device=device)
-        addresses_N, places_N, keys_N, self.bags = asked or Asked(none, none, none, 0)
+        addresses_N, places_N, keys_N, self.bags, ordered = asked or Asked(none, none, none, 0, True)
         ranks, count = roads.wire.size, max(self.bags, 1)
         self.asked_lengths = self.asked
         if not self.group.by_column:
-            keys_N, addresses_N = in_order(places_N * count + keys_N, addresses_N)
+            keys_N = keys_N + places_N * count
+            if not ordered:
+                keys_N, addresses_N = in_order(keys_N, addresses_N)
         keys_K, lengths_K = torch.unique_consecutive(keys_N, return_counts=True)
         addresses_N = addresses_N.to(roads.id_type)
         if self.group.by_column:  # of all owners alike
-            self.to, self.ids_to = [len(keys_K)] * ranks, [len(addresses_N)] * ranks
+            self.to, self.ids_to = [keys_K.shape[0]] * ranks, [addresses_N.shape[0]] * ranks
             self.lengths, self.addresses = [lengths_K.to(roads.id_type)] * ranks, [addresses_N] * ranks
             self.bags_of = [keys_K] * ranks
             return

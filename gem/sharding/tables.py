@@ -28,7 +28,7 @@ from gem.sharding.adagrad import update
 from gem.sharding.collectives import Traffic, Wire
 from gem.sharding.mesh import Meshes
 from gem.sharding.placement import Group, Piece, Placement, Table, grouped
-from gem.sharding.routes import Asked, BagRoute, HandOut, Part, Roads, RowRoute, Sums
+from gem.sharding.routes import Asked, BagRoute, HandOut, Roads, RowRoute, Sums
 
 Weights = Callable[[Table, Piece], Tensor]  # what a piece begins with
 Lookup = tuple[str, Tensor]  # table, ids of any shape
@@ -158,6 +158,8 @@ class ShardedTables:
         if not self._shards:
             self.gather()
         members = self._members(requests)
+        for mine in members:  # what goes to one owner together: whole tables then need no sorting
+            mine.sort(key=lambda i: self._places[requests[i][0]][3])
         asked = [self._bags([requests[i] for i in mine]) if mine else None for mine in members]
         with torch.no_grad():
             route = BagRoute(self.roads, asked, self._arrived(), self._device)
@@ -182,8 +184,8 @@ class ShardedTables:
     def _bags(self, requests: Sequence[Bags]) -> Asked:
         addresses, places = [], []
         for name, ids, _ in requests:
-            starts, place, shift = self._places[name]
-            if len(place) == 1:
+            starts, place, shift, _ = self._places[name]
+            if place.shape[0] == 1:
                 addresses.append(ids + shift)
                 places.append(place.expand(len(ids)))
             else:
@@ -194,15 +196,18 @@ class ShardedTables:
         addresses_N = torch.cat(addresses)
         numbers = torch.arange(len(lengths), device=self._device)
         bags_N = torch.repeat_interleave(numbers, lengths, output_size=len(addresses_N))
-        return Asked(addresses_N, torch.cat(places), bags_N, len(lengths))
+        whole = all(self._places[name][1].shape[0] == 1 for name, _, _ in requests)
+        return Asked(addresses_N, torch.cat(places), bags_N, lengths.shape[0], whole)
 
-    def _blocks_of(self, group: Group, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids at which a table's second and later blocks begin; of each block its owner's place; address less id."""
+    def _blocks_of(self, group: Group, name: str) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Ids at which a table's second and later blocks begin; of each block its owner's place, and address less id;
+        the first block's place."""
         first = group.offsets[name]
         at = [s for s, bound in enumerate(group.bounds[:-1]) if first <= bound < first + self.tables[name].rows]
         starts = torch.tensor([group.bounds[s] - first for s in at[1:]], dtype=torch.int64, device=self._device)
-        place = torch.tensor([self.roads.place_of[group.owners[s]] for s in at], device=self._device)
-        return starts, place, torch.tensor([group.shifts[s] + first for s in at], device=self._device)
+        places = [self.roads.place_of[group.owners[s]] for s in at]
+        shifts = torch.tensor([group.shifts[s] + first for s in at], device=self._device)
+        return starts, torch.tensor(places, device=self._device), shifts, places[0]
 
     def _check(self, requests: Sequence[Lookup]) -> None:
         least_and_most = []
@@ -234,18 +239,18 @@ class ShardedTables:
     @torch.no_grad()
     def exchange_gradients(self) -> None:
         """Bring the sums of all ranks' gradients to who keeps the rows. After the last backward of a step."""
-        parts: list[list[Part]] = [[] for _ in self._groups]
+        parts: list[list[Sums]] = [[] for _ in self._groups]
         for route in self._routes:
             for mine, part in zip(parts, route.gradients(), strict=True):
                 mine.append(part)
         self._routes = []
-        found = [self._added_up(number, mine) for number, mine in enumerate(parts)]
+        found = [
+            Sums.total(mine, own.shape[1], self._sums_dtype, self._device)
+            for mine, own in zip(parts, self._own, strict=True)
+        ]
         if self.replicas.size > 1:
             found = self._to_slices(found) if self.kind == "v3" else self._to_copies(found)
         self._gradients = found
-
-    def _added_up(self, number: int, parts: Sequence[Part]) -> Sums:
-        return Sums(parts, self._own[number].shape[1], self._sums_dtype, self._device)
 
     def _to_copies(self, own: list[Sums]) -> list[Sums]:
         """v2: the sum of all groups' gradients, on each: added up in the order of the groups, to the same bits."""
@@ -297,8 +302,8 @@ class ShardedTables:
         found = []
         for number, own in enumerate(self._own):
             ids = torch.cat([of_rank[number] for of_rank in ids_QC])
-            rows = torch.cat([of_rank[number] for of_rank in rows_QC]).view(len(ids), own.shape[1])
-            found.append(self._added_up(number, [Part(ids, None, rows)]))
+            rows = torch.cat([of_rank[number] for of_rank in rows_QC])
+            found.append(Sums(ids).of(rows.view(ids.shape[0], own.shape[1])))
         return found
 
     @torch.no_grad()
