@@ -106,7 +106,7 @@ def test_a_mistake_is_one_line(params, what):
 def test_what_a_case_finds(rows):
     one, two = rows["v2-1"], rows["v2-2"]
     assert own_status(one) == own_status(two) == "pass", [row.reason for row in (*one, *two)]
-    # The synthetic data's tables (users, items, categories, cohorts, signals) of 16 numbers and a sum a row, in float64:
+    # The synthetic data's users, items, categories, cohorts and signals: 16 numbers and a sum a row, in float64;
     # half of them on each of two ranks with V1, all of them with V2.
     whole = (128 + 128 + 4 + 2 + 3) * (16 + 1) * 8
     half = (64 + 64 + 2 + 1 + 2) * (16 + 1) * 8
