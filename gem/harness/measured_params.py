@@ -68,6 +68,38 @@ class E2eParams(RaceParams):
         return self
 
 
+class ShardedTablesParams(RaceParams):
+    """Embedding tables over `ranks` processes (gloo, CPU): V1 of gem.sharding beside TorchRec.
+
+    A table of each of `rows`, `dim` columns wide, all `cut` alike. A sample has 0 to 2 `bag` ids of each, drawn as even
+    numbers to the power of `skew`: from 1 on the larger, the fewer rows are asked for the more often. `batches`:
+    samples of a rank and step.
+    """
+
+    ranks: Count = 2
+    rows: Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (10_000,)
+    dim: Count = 64
+    cut: Literal["table", "row", "column"] = "row"
+    bag: Count = 8
+    skew: Annotated[Finite, Field(ge=1, le=16)] = 2.0
+    lr: Annotated[Finite, Field(gt=0)] = 0.05
+
+
+class ShardedDenseParams(RaceParams):
+    """The model over `ranks` processes (gloo, CPU): FSDP of gem.sharding beside DeepSpeed's ZeRO-3.
+
+    `model` and `data` are laid over the preset's sizes and the synthetic data's, as `gem train` takes them. Tables
+    rest; with few rows they cost little beside the dense part, to which DeepSpeed counts them. `batches`: samples of a
+    rank and step.
+    """
+
+    ranks: Count = 2
+    preset: str = "tiny"
+    model: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    lr: Annotated[Finite, Field(gt=0)] = 1e-3
+
+
 class BbsParams(Params):
     """How evenly readers load the ranks (gem.data.balance), or how fast one merges samples (gem.data.reader_speed).
 
@@ -200,6 +232,19 @@ MEASURED: dict[str, MeasuredSubject] = {
         },
     ),
     "bbs": MeasuredSubject(BbsParams, ("scaling",), "gem.harness.subject_bbs:Bbs"),
+    "sharded_tables": MeasuredSubject(
+        ShardedTablesParams,
+        ("throughput",),
+        racers={
+            "gem": "gem.harness.subject_sharded:TablesRacer",
+            "torchrec": "gem.harness.subject_sharded:TorchRecRacer",
+        },
+    ),
+    "sharded_dense": MeasuredSubject(
+        ShardedDenseParams,
+        ("throughput",),
+        racers={"gem": "gem.harness.subject_sharded:DenseRacer", "zero3": "gem.harness.subject_sharded:Zero3Racer"},
+    ),
     "sharding": MeasuredSubject(ShardingParams, ("scaling",), "gem.harness.subject_sharding:Sharding"),
     "contention": MeasuredSubject(ContentionParams, ("scaling",), "gem.harness.subject_contention:Contention"),
     "quality": MeasuredSubject(QualityParams, ("quality",), "gem.harness.subject_quality:TrainedModel"),

@@ -117,6 +117,8 @@ PEERS: dict[str, Peer] = {
     ),
     "torch_padded": Peer("gem's trainer on padded batches, attention by torch", None, ("e2e",)),
     "deepspeed_padded": Peer("the padded model in DeepSpeed's ZeRO", "package:deepspeed", ("e2e",)),
+    "torchrec": Peer("TorchRec's DistributedModelParallel on the same tables", "package:torchrec", ("sharded_tables",)),
+    "zero3": Peer("DeepSpeed's ZeRO-3 on the same model", "package:deepspeed", ("sharded_dense",)),
     "jfa_v1": Peer("gem's own first generation of the Triton kernels", "cuda, triton", ("jagged_attention",)),
     "gluon_unsorted": Peer(
         "impl='gluon' by tiles in the batch's order, dealt straight", "cuda:sm90, triton", ("gdpa",)
