@@ -15,6 +15,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class TorchRecLookups:
 
     features  of a request, by table: each is asked for in every ``fetch``, with as many samples as the others
     pooled    a sum of rows a sample, in the place of a row an id
-    RequestError where torchrec cannot be imported, or a table's columns cannot be cut.
+    RequestError where torchrec cannot be imported, or cannot have such tables.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class TorchRecLookups:
     ) -> None:  # fmt: skip
         self.device, self.features = device or torch.device("cpu"), list(features)
         self.pooled = pooled
+        if not pooled and len(dims := {table.dim for table in tables}) > 1:
+            raise RequestError(f"torchrec: rows of {sorted(dims)} columns; accepted: one width, but for sums")
         group = group or dist.group.WORLD
         rec = _import()
         placement = Placement(tables, dist.get_world_size(group))
@@ -57,17 +60,17 @@ class TorchRecLookups:
         config, module, sharder = (
             (rec.configs.EmbeddingBagConfig, rec.modules.EmbeddingBagCollection, rec.bags.EmbeddingBagCollectionSharder)
             if pooled
-            else (rec.configs.EmbeddingConfig, rec.sequences.EmbeddingCollection, rec.rows.EmbeddingCollectionSharder)
+            else (rec.configs.EmbeddingConfig, rec.modules.EmbeddingCollection, rec.rows.EmbeddingCollectionSharder)
         )
         configs = [
-            config(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=of_table[t.name])
+            config(name=_name(t), num_embeddings=t.rows, embedding_dim=t.dim, feature_names=of_table[t.name])
             for t in tables
         ]
         collection = module(tables=configs, device=torch.device("meta"))
         sharders = [sharder(fused_params=fused)]
         plan = rec.plan.construct_module_sharding_plan(
             collection,
-            {t.name: _sharding(rec, t, placement) for t in tables},
+            {_name(t): _sharding(rec, t, placement) for t in tables},
             sharder=sharders[0], world_size=placement.ranks, local_size=placement.ranks, device_type=self.device.type,
         )  # fmt: skip
         self.model = rec.parallel.DistributedModelParallel(
@@ -85,7 +88,7 @@ class TorchRecLookups:
         momenta = self.model.fused_optimizer.state_dict()["state"]
         found = []
         for table in tables:
-            name = next(key for key in state if key.endswith(f".{table.name}.weight"))
+            name = next(key for key in state if key.endswith(f".{_name(table)}.weight"))
             own = state[name].local_shards()
             sums = next(v for k, v in momenta[name].items() if k.endswith("momentum1")).local_shards() if own else []
             for one, other in zip(own, sums, strict=True):
@@ -189,6 +192,11 @@ class _Holder(nn.Module):
         return self.collection(features)
 
 
+def _name(table: Table) -> str:
+    """What it is called in torch's dicts, which have methods called items and keys."""
+    return f"of_{table.name}"
+
+
 def _sharding(rec: Any, table: Table, placement: Placement) -> Any:
     kernel = {"compute_kernel": "fused"}  # on a CPU its own choice would be dense gradients
     if table.cut == "table":
@@ -203,38 +211,26 @@ def _sharding(rec: Any, table: Table, placement: Placement) -> Any:
     return rec.plan.column_wise(ranks=list(range(placement.ranks)), **kernel)
 
 
-class _Names(NamedTuple):
-    """TorchRec's modules."""
-
-    parallel: Any
-    rows: Any
-    bags: Any
-    plan: Any
-    types: Any
-    configs: Any
-    sequences: Any
-    modules: Any
-    jagged: Any
-    rowwise_adagrad: Any
+_MODULES = {
+    "parallel": "distributed.model_parallel", "rows": "distributed.embedding", "bags": "distributed.embeddingbag",
+    "plan": "distributed.sharding_plan", "types": "distributed.types", "configs": "modules.embedding_configs",
+    "modules": "modules.embedding_modules", "jagged": "sparse.jagged_tensor", "comm": "distributed.comm_ops",
+}  # fmt: skip
 
 
-def _import() -> _Names:
-    names = (
-        "distributed.model_parallel", "distributed.embedding", "distributed.embeddingbag", "distributed.sharding_plan",
-        "distributed.types", "modules.embedding_configs", "modules.embedding_modules", "modules.embedding_modules",
-        "sparse.jagged_tensor",
-    )  # fmt: skip
+def _import() -> Any:
+    """TorchRec's modules by short names, as sums over ranks."""
     # It asks the environment how many ranks a host has.
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = [importlib.import_module(f"torchrec.{name}") for name in names]
+            found = {name: importlib.import_module(f"torchrec.{module}") for name, module in _MODULES.items()}
             optimizers = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType
-            importlib.import_module("torchrec.distributed.comm_ops").set_gradient_division(False)
     except ImportError as error:
         raise RequestError(
             f"torchrec: {error}; accepted: pip install --no-deps -r ci/requirements-torchrec.txt"
         ) from None
+    found["comm"].set_gradient_division(False)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    return _Names(*found, optimizers.EXACT_ROWWISE_ADAGRAD)
+    return SimpleNamespace(**found, rowwise_adagrad=optimizers.EXACT_ROWWISE_ADAGRAD)
