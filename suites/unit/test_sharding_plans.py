@@ -1,5 +1,6 @@
-"""Every plan trains as one process does: losses, norms and parameters after five steps, in float64 and in float32."""
+"""Every plan trains as one process: losses, norms, gradients and parameters of five steps, in float64 and float32."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from model_data import random_samples, small_schema
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gem.data.samples import Samples
 from gem.errors import RequestError
@@ -54,7 +56,7 @@ def model(dtype: torch.dtype) -> GemModel:
 
 def alone(dtype: torch.dtype) -> dict[str, Any]:
     """One process, whole batches, by the definitions."""
-    one, c, found = model(dtype), config(), {"losses": [], "norms": []}
+    one, c, found = model(dtype), config(), {"losses": [], "norms": [], "gradients": [], "of tables": []}
     names = [table.name for table in small_schema().tables]
     tables = RowwiseAdagrad({name: one.tables[key(name)] for name in names}, c.table_lr)
     dense = dense_optimizer(
@@ -75,11 +77,40 @@ def alone(dtype: torch.dtype) -> dict[str, Any]:
         for p in one.dense_parameters():
             if p.grad is not None:
                 p.grad.mul_(scale)
+        found["gradients"].append({n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None})
+        found["of tables"].append(
+            {name: dense_of(one.tables[key(name)].shape, *tables.gradient(name)[:2]) for name in names}
+        )
         dense.step()
         tables.step(scale)
         found["losses"].append(float(loss))
         found["norms"].append(float(norm))
     return found | {"state": {name: x.detach() for name, x in one.state_dict().items()}}
+
+
+def dense_of(shape: Sequence[int], ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_zeros(shape).index_copy_(0, ids, rows)
+
+
+def watched(stepper: ShardedStepper) -> dict[str, list[Any]]:
+    """Filled step by step: this rank's pieces of all gradients, as they are when the optimizers begin."""
+    found: dict[str, list[Any]] = {"gradients": [], "of tables": []}
+    rename = global_names(stepper.model)
+
+    def look(*_: Any) -> None:
+        pieces = {}
+        for name, p in stepper.model.named_parameters():
+            grad = cast(DTensor, p.grad)
+            shape, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
+            own = grad.to_local()
+            assert own.shape == torch.Size(shape)
+            pieces[rename(name)] = (own.clone(), offset[0] if offset else 0)
+        found["gradients"].append(pieces)
+        rows = stepper.tables.gradients().items()
+        found["of tables"].append({name: dense_of(stepper.tables.weights[name].shape, *x) for name, x in rows})
+
+    stepper.dense_optimizer.register_step_pre_hook(look)
+    return found
 
 
 def train(
@@ -90,7 +121,7 @@ def train(
     whole = {table.name: one.tables[key(table.name)].detach() for table in small_schema().tables}
     world = World(dist.get_rank(), RANKS, torch.device("cpu"))
     stepper = ShardedStepper(one, small_schema(), config(), world, plan, CLUSTER, sliced(whole), CUTS)  # type: ignore[arg-type]
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": []} | watched(stepper)
     if folder:
         stepper.number = (Checkpoints(folder).load(stepper.state()) or -1) + 1
         assert stepper.number == steps.start
@@ -127,7 +158,8 @@ def everything(folder: str) -> dict[str, Any]:
         run = f"{folder}/{before}-{after}"
         train(PLANS[before], torch.float64, range(3), run, save=True)
         found[f"{before}-{after}"] = train(PLANS[after], torch.float64, range(3, STEPS), run)
-    return found | {"fp32": train(PLANS["all"], torch.float32), "refused": refused()}
+    found |= {f"{name} fp32": train(plan, torch.float32) for name, plan in PLANS.items()}
+    return found | {"refused": refused()}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +169,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def assert_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+    assert_gradients_equal(mine, wanted, tolerance)
     for one in mine:
         assert one["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
         assert one["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
@@ -152,6 +185,22 @@ def assert_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: 
     assert names == {name for name in wanted["state"] if not name.startswith("tables.")}
 
 
+def assert_gradients_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+    """Every rank's piece of every gradient, after clipping; of tables before it. Together they are all there are."""
+    for step, (dense, tables) in enumerate(zip(wanted["gradients"], wanted["of tables"], strict=True)):
+        covered = {name: torch.zeros(len(x) if x.dim() else 1, dtype=torch.bool) for name, x in dense.items()}
+        for one in mine:
+            for name, (piece, first) in one["gradients"][step].items():
+                whole = dense[name][first : first + len(piece)]
+                torch.testing.assert_close(piece, whole, rtol=tolerance, atol=tolerance, msg=f"{name}, step {step}")
+                covered[name][first : first + len(piece)] = True
+            for name, piece in one["held"].items():
+                rows, columns = slice(piece.rows.start, piece.rows.stop), slice(piece.columns.start, piece.columns.stop)
+                whole = tables[name][rows, columns]
+                torch.testing.assert_close(one["of tables"][step][name], whole, rtol=tolerance, atol=tolerance)
+        assert all(rows.all() for rows in covered.values())
+
+
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
     return alone(torch.float64)
@@ -164,12 +213,31 @@ def test_every_plan_trains_as_one_process_does(name, found, reference):
 
 @pytest.mark.parametrize("plans", HANDED_ON, ids="-".join)
 def test_another_plan_goes_on_from_a_checkpoint_as_if_nothing_had_been(plans, found, reference):
-    later = {"losses": reference["losses"][3:], "norms": reference["norms"][3:], "state": reference["state"]}
+    later = {name: x if name == "state" else x[3:] for name, x in reference.items()}
     assert_equal([one["-".join(plans)] for one in found], later, 1e-9)
 
 
-def test_in_float32_too(found):
-    assert_equal([one["fp32"] for one in found], alone(torch.float32), 1e-5)
+@pytest.fixture(scope="module")
+def reference_fp32() -> dict[str, Any]:
+    return alone(torch.float32)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_in_float32_too(name, found, reference_fp32):
+    assert_equal([one[f"{name} fp32"] for one in found], reference_fp32, 1e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_clipped_gradients_of_all_ranks_have_the_norm_that_is_allowed(name, found):
+    """Of each gradient's pieces one copy: a norm that counts replicas more than once would clip to less."""
+    for step in range(STEPS):
+        pieces = {}
+        for one in (one[name] for one in found):
+            factor = min(1.0, CONFIG["clip"] / one["norms"][step])
+            pieces |= {(n, first): piece for n, (piece, first) in one["gradients"][step].items() if len(piece)}
+            pieces |= {(n, *vars(at).values()): factor * one["of tables"][step][n] for n, at in one["held"].items()}
+        norm = torch.stack([piece.square().sum() for piece in pieces.values()]).sum().sqrt()
+        assert float(norm) == pytest.approx(CONFIG["clip"], rel=1e-9)
 
 
 def test_the_reference_learns(reference):
