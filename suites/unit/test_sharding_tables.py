@@ -1,6 +1,7 @@
 """Sharded tables: every generation and cut learns what one process learns, and says how much it sent and holds."""
 
 import math
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from tables_program import adagrad_f64
 
 from gem.errors import RequestError
+from gem.sharding.adagrad import rounded
 from gem.sharding.mesh import Cluster, Plan, build
-from gem.sharding.placement import Placement, Range, Table
+from gem.sharding.placement import Cut, Placement, Range, Table
 from gem.sharding.tables import ShardedTables, drawn, sliced
 
 F64 = torch.float64
@@ -26,6 +28,7 @@ PLANS = {
     "v1": Plan(1, 4), "v2": Plan(1, 4, 1, "v2", 2), "v3": Plan(1, 4, 1, "v3", 2), "v2-all": Plan(1, 4, 1, "v2", 4),
     "v3-all": Plan(1, 4, 1, "v3", 4),
 }  # fmt: skip
+CUTS: tuple[Cut, ...] = ("table", "row", "column")
 STEPS, PIECES, RANKS = 5, 2, 4
 CLUSTER = Cluster(1, 1, RANKS)
 
@@ -100,6 +103,65 @@ def count_bytes(plan: Plan) -> dict:
     return dict(tables.traffic.sent) | {"memory": tables.memory_bytes()}
 
 
+def whole_tables_read(plan: Plan) -> list[tuple[str, bool]]:
+    """Tables of 1 to 9 rows, each cut in each way: whether all their rows come back as they are, and sums of them."""
+    listed = [Table(f"{cut}{rows}", rows, 3, cut) for rows in range(1, 10) for cut in CUTS]
+    begun = {t.name: torch.arange(t.rows * 3.0).view(-1, 3) + 100 * t.rows for t in listed}
+    tables = ShardedTables(listed, build(plan, CLUSTER, "cpu"), sliced(begun), lr=0.1)
+    rows = tables.fetch([(t.name, torch.arange(t.rows)) for t in listed])
+    pairs = torch.tensor([0, 1, 1, 2])  # the last row; no row; the first
+    sums = tables.pooled([(t.name, torch.tensor([t.rows - 1, 0]), pairs) for t in listed])
+    found = []
+    for table, row, two in zip(listed, rows, sums, strict=True):
+        whole = begun[table.name]
+        right = torch.equal(row, whole) and torch.equal(two, torch.stack([whole[-1], torch.zeros(3), whole[0]]))
+        found.append((table.name, right))
+    return found
+
+
+def learn_sums(plan: Plan, whole_rows: bool = True) -> dict:
+    """As ``learn``, by bags: of each request's ids three to a sample, the last sample without any."""
+    tables = ShardedTables(TABLES, build(plan, CLUSTER, "cpu"), sliced(whole()), lr=0.1, whole_rows=whole_rows)
+    read = []
+    for step in range(STEPS):
+        tables.zero_grad()
+        asked = [
+            (name, ids.flatten(), rows.reshape(-1, rows.shape[-1]))
+            for name, ids, rows in requests_of(step, 0, dist.get_rank())
+        ]
+        sums = tables.pooled([(name, ids, ends_of(len(ids))) for name, ids, _ in asked])
+        read.append([x.detach() for x in sums])
+        torch.autograd.backward(sums, [by_sample(rows) for *_, rows in asked])
+        tables.exchange_gradients()
+        tables.step(0.5)
+    return {"read": read, "held": tables.held, "weights": tables.weights, "sums": tables.sums}
+
+
+def ends_of(ids: int) -> torch.Tensor:
+    return torch.tensor([*range(0, ids, 3), ids, ids])
+
+
+def by_sample(rows: torch.Tensor) -> torch.Tensor:
+    """Gradients of the samples: each first of three ids' noise."""
+    return torch.cat([rows[::3], rows.new_ones(1, rows.shape[1])])
+
+
+def learn_in_bf16(plan: Plan, gradient: float = 1.0, steps: int = 40) -> dict:
+    """Steps of Adagrad on all rows, of constant gradients: from 1 down, by less and less."""
+    listed = [Table("t", 40, 64), Table("c", 6, 8, "column")]
+    begun = {t.name: torch.ones(t.rows, t.dim, dtype=torch.bfloat16) for t in listed}
+    tables = ShardedTables(listed, build(plan, CLUSTER, "cpu"), sliced(begun), lr=1e-3, dtype=torch.float32)
+    for step in range(steps):
+        tables.zero_grad()
+        rows = tables.fetch([(t.name, torch.arange(t.rows)) for t in listed])
+        factor = gradient * (1 + 0.01 * math.sin(step))
+        torch.autograd.backward(rows, [torch.full_like(x, factor / RANKS) for x in rows])
+        tables.exchange_gradients()
+        tables.step()
+    kinds = {str(x.dtype) for x in rows} | {str(x.dtype) for x in tables.sums.values()}
+    return {"weights": tables.weights, "sums": tables.sums, "memory": tables.memory_bytes(), "kinds": sorted(kinds)}
+
+
 def ask_wrongly(plan: Plan) -> list[str]:
     tables = ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), lr=0.1)
     said = []
@@ -114,7 +176,10 @@ def ask_wrongly(plan: Plan) -> list[str]:
 def everything() -> dict:
     """All that needs ranks, in one group: processes take longer to start than to learn."""
     counted = {name: count_bytes(PLANS[name]) for name in ("v1", "v2", "v3")}
-    return {name: learn(plan) for name, plan in PLANS.items()} | {"counted": counted, "said": ask_wrongly(PLANS["v1"])}
+    found = {name: learn(plan) for name, plan in PLANS.items()} | {"counted": counted, "said": ask_wrongly(PLANS["v1"])}
+    found |= {f"{name} sums": learn_sums(plan) for name, plan in PLANS.items()}
+    found |= {f"{name} bf16": learn_in_bf16(PLANS[name]) for name in ("v1", "v2", "v3")}
+    return found | {f"{name} read": whole_tables_read(plan) for name, plan in PLANS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +210,99 @@ def test_every_plan_learns_what_one_process_learns(name, found, reference):
             covered[table][rows, columns] += 1
     copies = PLANS[name].table_replicas if PLANS[name].tables == "v2" else 1
     assert all((count == copies).all() for count in covered.values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_sums_are_formed_and_learnt_from_as_in_one_process(name, found, reference_sums):
+    for rank, mine in enumerate(one[f"{name} sums"] for one in found):
+        for got, want in zip(mine["read"], reference_sums["read"][rank], strict=True):
+            for x, y in zip(got, want, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+        for table, piece in mine["held"].items():
+            rows, columns = slice(piece.rows.start, piece.rows.stop), slice(piece.columns.start, piece.columns.stop)
+            wanted = reference_sums["weights"][table][rows, columns]
+            torch.testing.assert_close(mine["weights"][table], wanted, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(mine["sums"][table], reference_sums["sums"][table][rows], rtol=1e-11, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def reference_sums() -> dict:
+    """One process, bag by bag."""
+    weights = whole()
+    sums = {name: torch.zeros(len(weight), dtype=F64) for name, weight in weights.items()}
+    read: list[list] = [[] for _ in range(RANKS)]
+    for step in range(STEPS):
+        gradients: dict[str, list] = {table.name: [] for table in TABLES}
+        for rank in range(RANKS):
+            read[rank].append([])
+            for name, ids, rows in requests_of(step, 0, rank):
+                ids, noise = ids.flatten(), by_sample(rows.reshape(-1, rows.shape[-1]))
+                ends = ends_of(len(ids)).tolist()
+                out = [weights[name][ids[a:b]].sum(0) for a, b in pairwise(ends)]
+                read[rank][-1].append(torch.stack(out))
+                for number, (a, b) in enumerate(pairwise(ends)):
+                    gradients[name].append((ids[a:b], noise[number].expand(b - a, -1)))
+        for name, parts in gradients.items():
+            ids, rows = (torch.cat(x) for x in zip(*parts, strict=True))
+            weights[name], sums[name] = adagrad_f64(weights[name], sums[name], ids, rows, 0.1, 0.5)
+    return {"read": read, "weights": weights, "sums": sums}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_row_is_read_where_replicas_do_not_divide_them(name, found):
+    """Shards of fully sharded 2D are padded to be gathered; what is behind the padding must be found."""
+    for one in found:
+        assert [table for table, right in one[f"{name} read"] if not right] == []
+        assert len(one[f"{name} read"]) == 9 * len(CUTS)
+
+
+@pytest.mark.parametrize("name", ["v1", "v2", "v3"])
+def test_bf16_tables_learn_what_fp32_would(name, found):
+    """40 steps from 1 by 1e-3 / sqrt(step), each less than half of what lies between bf16's numbers below 1."""
+    fell = sum(1e-3 / math.sqrt(step) for step in range(1, 41))
+    assert 1e-3 < torch.finfo(torch.bfloat16).eps / 4  # rounded to nearest nothing would move
+    mine = [one[f"{name} bf16"] for one in found]
+    held = torch.cat([one["weights"]["t"].float().flatten() for one in mine])
+    assert 1 - float(held.mean()) == pytest.approx(fell, rel=0.03)  # of 2,560 numbers, to three deviations
+    assert len(held.unique()) > 2
+    for one in mine:
+        assert one["kinds"] == ["torch.float32"]
+        assert {x.dtype for x in one["weights"].values()} == {torch.bfloat16}
+
+
+def test_memory_in_bf16_is_half_the_weights_and_the_sums(found):
+    """Of 40 rows of 64 in rows, and 6 rows of 8 in columns: two bytes a number, four a row."""
+    memory = [found[0][f"{name} bf16"]["memory"] for name in ("v1", "v2", "v3")]
+    assert memory == [10 * 132 + 6 * 8, 20 * 132 + 6 * 12, 10 * 132 + 3 * 12]
+
+
+def test_copies_in_bf16_round_alike(found):
+    for one, other in ((0, 2), (1, 3)):
+        for kind in ("weights", "sums"):
+            for table in ("t", "c"):
+                assert torch.equal(found[one]["v2 bf16"][kind][table], found[other]["v2 bf16"][kind][table])
+
+
+def test_rounding_is_right_on_average_and_apart_by_row_column_and_value():
+    torch.manual_seed(0)
+    exact = torch.randn(400, 500) * torch.logspace(-30, 30, 400)[:, None]
+    low = (exact.view(torch.int32) & -0x10000).view(torch.float32)  # towards zero
+    high = ((exact.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
+    found = rounded(exact, torch.rand(400), torch.arange(400)).float()
+    assert ((found == low) | (found == high)).all()
+    share = (exact - low) / (high - low)
+    up = (found == high).float()
+    for part in range(10):  # rounded up as often as the exact number lies up
+        of = (share >= part / 10) & (share < (part + 1) / 10)
+        assert float(up[of].mean()) == pytest.approx(float(share[of].mean()), abs=5 * 0.5 / math.sqrt(int(of.sum())))
+    same = torch.full((300, 300), 1.0 + 2**-8)  # halfway
+    up = (rounded(same, torch.ones(300), torch.arange(300)).float() > 1).float()
+    assert float(up.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(up.mean(0).std()) < 0.05 and float(up.mean(1).std()) < 0.05
+    other_column = rounded(same, torch.ones(300), torch.arange(300), column=100).float()
+    assert torch.equal(other_column[:, :200], rounded(same, torch.ones(300), torch.arange(300)).float()[:, 100:])
+    odd = torch.tensor([[math.inf, -math.inf, math.nan, 0.0]])
+    assert torch.equal(rounded(odd, torch.ones(1), torch.arange(1)).float().nan_to_num(7), odd.nan_to_num(7))
 
 
 def test_copies_of_v2_keep_the_same_bits(found):
