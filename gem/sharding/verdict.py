@@ -31,7 +31,7 @@ class Limits:
     def of(timeout_s: float) -> "Limits":
         """Silence is told after a minute at most, a process that has died after seconds."""
         silent, beat = min(60.0, timeout_s), min(1.0, timeout_s / 20)
-        return Limits(timeout_s, silent, min(5 * beat, silent), beat)
+        return Limits(timeout_s, silent, min(max(5 * beat, 3.0), silent), beat)
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ class Watch:
         self._listen_to_signals()
         try:
             verdict = self._judged(error)
+            if verdict.rank == self.rank:  # this rank's other thread may have found it
+                self._tell(verdict)
             self._until_told(verdict)
         except Exception as lost:  # the store's
             verdict = self._without_store(" ".join(str(lost).split()))
@@ -222,10 +224,10 @@ class Watch:
         if found is None and self.rank == 0:
             found = stuck(self._beats, self.limits.still)
         if found is not None:
-            self._obey(self._claim(found, EXIT_FAULT))
+            self._conclude(found, EXIT_FAULT)
         elif self._signal is not None and self._now - self._signal[1] > self.limits.gone + 2 * self.limits.beat:
             name = signal.Signals(self._signal[0]).name
-            self._obey(self._claim(f"rank {self.rank}: told to end by {name} in {self._place}", EXIT_TERMINATED))
+            self._conclude(f"rank {self.rank}: told to end by {name} in {self._place}", EXIT_TERMINATED)
 
     def _mind(self) -> None:
         """The store may keep a thread waiting for ever."""
@@ -267,9 +269,13 @@ class Watch:
             text = f"{text}; {self.hint}"
         return Verdict.load(self.store.compare_set("verdict", _NONE, Verdict(self.rank, text, code).dump()))
 
-    def _obey(self, verdict: Verdict) -> None:
-        if verdict.rank == self.rank and not self._ending:
+    def _conclude(self, text: str, code: int) -> None:
+        verdict = self._claim(text, code)
+        if verdict.rank == self.rank and verdict.text.startswith(text):  # else it is what the main thread has raised
             self._tell(verdict)
+        self._obey(verdict)
+
+    def _obey(self, verdict: Verdict) -> None:
         self._until_told(verdict)
         if not self._ending:  # else that is for the main thread, which had the same to say
             self._quit(verdict)
@@ -284,9 +290,9 @@ class Watch:
         with self._lock:
             if self._told:
                 return
+            trace = "" if error is None else "".join(traceback.format_exception(error))
+            say(verdict.text, verdict.code, trace)
             self._told = True
-        trace = "" if error is None else "".join(traceback.format_exception(error))
-        say(verdict.text, verdict.code, trace)
         with suppress(Exception):
             self.store.set("told", "1")
 
@@ -311,13 +317,16 @@ class Watch:
 
     def _without_store(self, why: str) -> Verdict:
         """Nobody can be asked who tells it: the lowest rank of each host does."""
-        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        local, why = int(os.environ.get("LOCAL_RANK", self.rank)), why.partition(".")[0]
         if self._agent:
-            text, first = f"torchrun's agent keeps the ranks together and answers no more ({why})", local == 0
+            text, first = (
+                f"torchrun's agent keeps the ranks together and answers no more ({why})",
+                local == 0,
+            )
         else:
             last = self._beats.get(0, Beat())
             text = f"rank 0: gone, and with it the ranks' store ({why}); last in {last.place}, {last.who}"
-            first = local == (1 if "LOCAL_RANK" not in os.environ or self.rank == local else 0)
+            first = local == (1 if self.rank == local else 0)  # rank 0 of the first host has no say
         verdict = Verdict(self.rank, f"{text}; {self.hint}" if self.hint else text, EXIT_FAULT)
         if first:
             self._tell(verdict)
@@ -379,10 +388,12 @@ def connect(timeout_s: float) -> tuple[Store, Watch]:
     (store, rank, ranks), (own, _, _) = (next(rendezvous("env://", timeout=wait)) for _ in range(2))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _joined += 1
-    watch = Watch(
-        PrefixStore(f"gem/{_joined}", own), rank, ranks, timeout_s, keeps=rank == 0 and not agent, agent=agent
+    # The agent's store may be that of the attempt before, whose addresses nobody answers at.
+    store, own = (
+        PrefixStore(f"gem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}/{use}", one)
+        for use, one in (("group", store), ("watch", own))
     )
-    return store, watch
+    return store, Watch(own, rank, ranks, timeout_s, keeps=rank == 0 and not agent, agent=agent)
 
 
 def refuse(error: RequestError) -> int:

@@ -98,7 +98,7 @@ class TrainConfig(_Model):
     evaluate_batches: Positive | None = None  # of the validation data; None: all
     checkpoint_every: Positive | None = 500  # steps; None: at the end alone
     keep: Positive = 2  # checkpoints
-    timeout_s: Annotated[float, Field(ge=1)] = 600.0  # after which a rank that goes no further ends all of them
+    timeout_s: Annotated[float, Field(ge=5)] = 600.0  # after which a rank that goes no further ends all of them
     plan: PlanConfig | None = None  # None: every rank holds all of the model (DDP)
 
     @model_validator(mode="after")

@@ -105,9 +105,7 @@ class Run:
         self._began = self.stepper.number
         self.checkpoints.first(self._keep_config)
         if self.batches.lanes != self.world.size:
-            self.tell.say(
-                f"{self.world.size} ranks take the batches of the {self.batches.lanes} that the run began with"
-            )
+            self.tell.say(f"the run began with {self.batches.lanes} ranks: {self.world.size} take their batches")
         self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")
@@ -170,7 +168,7 @@ class Run:
         everyone = self.world.gather(have)
         without = [rank for rank, has in enumerate(everyone) if not has]
         self._save()
-        others = f", {len(everyone) - len(without)} others have one" if len(without) < len(everyone) else ""
+        others = ", the others have one" if len(without) < len(everyone) else ""
         return RequestError(
             f"step {self.stepper.number + 1} of {self.total}: no batch on {named(without)}{others}; saved as step "
             f"{self.stepper.number}, from which the same command goes on; accepted: as many batches on every rank"

@@ -27,6 +27,8 @@ class World:
     size: int
     device: torch.device
     watch: "Watch | None" = field(default=None, repr=False)  # over the other ranks
+    # Of all, for what only the host asks of them, which then waits for no kernel; None: the default group.
+    host: "dist.ProcessGroup | None" = field(default=None, repr=False)
     _last: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
@@ -68,7 +70,7 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.host)
         return found
 
     def all_have(self, something: bool) -> bool:
@@ -76,7 +78,7 @@ class World:
         if self.size == 1:
             return something
         count = torch.tensor(int(something))
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=self.host)
         return int(count) == self.size
 
     def first_alone(self, place: str, act: Callable[[], None]) -> None:
@@ -125,13 +127,10 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]:
         watch.begin()
         where = _device(device, rank)
         watch.at("joining the other ranks")
-        # gloo too where there are GPUs: what only the host asks of the ranks waits for no kernel.
-        backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         # The watch comes before it: what runs into this has been missed there.
-        wait = timedelta(seconds=timeout_s + 60)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-        world = World(rank, size, where, watch)
-        yield world
+        wait, gpu = timedelta(seconds=timeout_s + 60), where.type == "cuda"
+        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        yield (world := World(rank, size, where, watch, dist.new_group(backend="gloo", timeout=wait) if gpu else None))
         world.part()
         gc.collect()  # what was let go of may be held in a cycle
         dist.destroy_process_group()
