@@ -260,7 +260,7 @@ def test_every_row_is_read_where_replicas_do_not_divide_them(name, found):
 def test_bf16_tables_learn_what_fp32_would(name, found):
     """40 steps from 1 by 1e-3 / sqrt(step), each less than half of what lies between bf16's numbers below 1."""
     fell = sum(1e-3 / math.sqrt(step) for step in range(1, 41))
-    assert 1e-3 < torch.finfo(torch.bfloat16).eps / 4  # rounded to nearest nothing would move
+    assert torch.finfo(torch.bfloat16).eps / 4 > 1e-3  # rounded to nearest nothing would move
     mine = [one[f"{name} bf16"] for one in found]
     held = torch.cat([one["weights"]["t"].float().flatten() for one in mine])
     assert 1 - float(held.mean()) == pytest.approx(fell, rel=0.03)  # of 2,560 numbers, to three deviations
@@ -310,6 +310,10 @@ def test_copies_of_v2_keep_the_same_bits(found):
         for table in TABLES:
             for kind in ("weights", "sums"):
                 assert torch.equal(found[one]["v2"][kind][table.name], found[other]["v2"][kind][table.name])
+    for other in range(1, RANKS):  # four copies of all: what four groups learnt has to be added up in one order
+        for table in TABLES:
+            for kind in ("weights", "sums"):
+                assert torch.equal(found[0]["v2-all"][kind][table.name], found[other]["v2-all"][kind][table.name])
 
 
 def test_bytes_that_were_sent_are_those_of_the_formula(found):
