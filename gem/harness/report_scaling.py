@@ -19,7 +19,7 @@ from gem.harness.svg import number, shorten
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 308, 56, 34, 118, 42
 LABEL_GAP = 15  # between the labels at the ends of two lines
-COLOURS = 7  # of lines: classes k0, k1, … of the page
+COLOURS = 8  # of lines: classes k0, k1, … of the page
 # What is drawn: metric, factor, unit, and what it is.
 DRAWN: tuple[tuple[str, float, str, str], ...] = (
     (

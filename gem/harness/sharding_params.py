@@ -62,10 +62,13 @@ class ShardingParams(Params):
         def most(wanted: AsMany, there: int) -> int:
             return there if wanted == "ranks" else min(wanted, there)
 
-        gpus = min(self.gpus, self.ranks)
+        def divides(wanted: int, there: int) -> int:
+            return max(n for n in range(1, min(wanted, there) + 1) if there % n == 0)
+
+        gpus = divides(self.gpus, self.ranks)
         replicate = most(self.replicate, self.ranks)
         return {
-            "zones": min(self.zones, max(1, self.ranks // gpus)), "gpus": gpus, "replicate": replicate,
+            "zones": divides(self.zones, self.ranks // gpus), "gpus": gpus, "replicate": replicate,
             "expert": most(self.expert, self.ranks // replicate), "tables": self.tables,
             "table_replicas": most(self.table_replicas, self.ranks), "cuts": self.cuts, "gather": self.gather,
         }  # fmt: skip
