@@ -175,17 +175,17 @@ def _stepper(schema: Schema, config: TrainConfig, world: World) -> Any:
 
 
 def _learn(stepper: Any, batch: Samples, found: Found, *, timed: bool, told: bool = True) -> None:
-    start = _cpu_s()
+    start = cpu_s()
     done: StepResult = stepper.step(batch)
     if timed:
-        found.cpu_s.append(_cpu_s() - start)
+        found.cpu_s.append(cpu_s() - start)
     if told:
         assert done.norm is not None
         found.losses.append(float(done.loss))
         found.norms.append(float(done.norm))
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Of this process, all its threads, in its own code and the kernel's."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

@@ -5,10 +5,12 @@
     sharded_dense    gem.sharding's FSDP and DeepSpeed's ZeRO-3: the same model on the same samples, AdamW; tables rest
 
 Each contestant's worker starts ranks of its own once; they sleep while others have their turn. A turn's time is from a
-barrier to a barrier, of ranks that share the machine's cores: of use beside a peer's, and for nothing else.
+barrier to a barrier, of ranks that share the machine's cores: of use beside a peer's, and for nothing else. Beside it
+stands CPU time, which others at work on the machine disturb less.
 """
 
 import importlib
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from gem.data.samples import Samples
 from gem.data.synthetic import Synthetic
 from gem.harness.measured import Metric, Ready, Report, best_batch
 from gem.harness.measured_params import ShardedDenseParams, ShardedTablesParams
+from gem.harness.sharding_rank import cpu_s
 from gem.harness.sharding_ranks import Ranks
 from gem.harness.worker import Unsupported, load
 from gem.sharding.mesh import Cluster, Plan, build
@@ -72,15 +75,16 @@ class _Rank(ABC):
         self._batches = [self._draw(n, size) for n in range(AHEAD)]
         self._step()
 
-    def turn(self, steps: int) -> float:
-        """Seconds of so many steps, from when all ranks begin until all have ended."""
+    def turn(self, steps: int) -> tuple[float, float]:
+        """Seconds of so many steps, from when all ranks begin until all have ended, and this rank's CPU time."""
         self._step()  # others had the caches
         dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), cpu_s()
         for _ in range(steps):
             self._step()
+        used = cpu_s() - used
         dist.barrier()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, used
 
     def memory(self) -> int:
         """Bytes of weights and optimizer state, where the contestant tells; else 0."""
@@ -211,6 +215,7 @@ class _Racer:
         for module in (self.target.partition(":")[0], *self.before):
             importlib.import_module(module)
         self.group = Ranks(params.ranks, self.rank, params, self.target)
+        self._cpu_ms: list[float] = []  # of a step, a turn each
 
     def losses(self) -> list[float]:
         """Of all ranks together."""
@@ -225,7 +230,7 @@ class _Racer:
 
         def rate(size: int) -> float:
             self.group.call("prepare", size)
-            return ranks * size * steps / self._seconds()
+            return ranks * size * steps / self._turn()[0]
 
         found = best_batch(self.params.batches, rate, report)
         self.group.call("prepare", found.batch)
@@ -233,16 +238,21 @@ class _Racer:
 
     def turn(self) -> float:
         """Seconds."""
-        return self._seconds()
+        seconds, cpu = self._turn()
+        self._cpu_ms.append(1e3 * cpu / self.params.turn_steps)
+        return seconds
 
-    def _seconds(self) -> float:
-        return max(self.group.call("turn", self.params.turn_steps))
+    def _turn(self) -> tuple[float, float]:
+        """Of the ranks that took longest and needed most."""
+        found = self.group.call("turn", self.params.turn_steps)
+        return max(seconds for seconds, _ in found), max(cpu for _, cpu in found)
 
     def finish(self) -> list[Metric]:
-        """Memory of tables, where the contestant tells."""
+        """CPU time of a step; memory of tables, where the contestant tells."""
         most = max(self.group.call("memory"))
         self.group.close()
-        return [Metric("memory_tables", most)] if most else []
+        metrics = [Metric("cpu_ms", statistics.median(self._cpu_ms), tuple(self._cpu_ms))]
+        return [*metrics, Metric("memory_tables", most)] if most else metrics
 
 
 class TablesRacer(_Racer):
