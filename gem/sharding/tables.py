@@ -5,9 +5,9 @@
     v3   fully sharded 2D: one copy over all ranks, and each group of replicas gathers its shard before it is read
 
 A step: ``gather`` (v3; it runs beside whatever comes next), ``fetch`` or ``pooled`` for each piece of the batch,
-backwards, ``exchange_gradients``, ``step``. All tables share each exchange (gem.sharding.routes): counts, ids, rows,
-and gradients on the way back. The optimizer is row-wise Adagrad on the owner (gem.sharding.adagrad), whose state is as
-long as the rows it holds.
+backwards, ``exchange_gradients``, ``step``. All tables share each exchange (gem.sharding.routes, gem.sharding.lookups):
+counts, ids, rows, and gradients on the way back. The optimizer is row-wise Adagrad on the owner (gem.sharding.adagrad),
+whose state is as long as the rows it holds.
 
 Where the source (v3) gathers shards again in the backward, updates them and reduce-scatters parameters, gradients' rows
 are sent to whose slice they are for: the same sums and no second gathered copy.
@@ -26,9 +26,10 @@ from torch import Tensor
 from gem.errors import RequestError
 from gem.sharding.adagrad import update
 from gem.sharding.collectives import Traffic, Wire
+from gem.sharding.lookups import Asked, BagRoute, HandOut, RowRoute
 from gem.sharding.mesh import Meshes
 from gem.sharding.placement import Group, Piece, Placement, Table, grouped
-from gem.sharding.routes import Asked, BagRoute, HandOut, Roads, RowRoute, Sums
+from gem.sharding.routes import Roads, Sums
 
 Weights = Callable[[Table, Piece], Tensor]  # what a piece begins with
 Lookup = tuple[str, Tensor]  # table, ids of any shape
@@ -182,22 +183,21 @@ class ShardedTables:
         return [[i for i, one in enumerate(requests) if one[0] in group.offsets] for group in self._groups]
 
     def _bags(self, requests: Sequence[Bags]) -> Asked:
+        """All of one group, those of tables that lie whole in the order of their places."""
+        lengths_B = torch.cat([offsets.diff() for _, _, offsets in requests])
+        blocks = [self._places[name] for name, _, _ in requests]
+        if all(place.shape[0] == 1 for _, place, _, _ in blocks):
+            bags_at = [0] * self.owners.size
+            for (_, _, offsets), (*_, place) in zip(requests, blocks, strict=True):
+                bags_at[place] += offsets.shape[0] - 1
+            addresses = [ids + shift for (_, ids, _), (_, _, shift, _) in zip(requests, blocks, strict=True)]
+            return Asked(torch.cat(addresses), None, lengths_B, bags_at)
         addresses, places = [], []
-        for name, ids, _ in requests:
-            starts, place, shift, _ = self._places[name]
-            if place.shape[0] == 1:
-                addresses.append(ids + shift)
-                places.append(place.expand(len(ids)))
-            else:
-                block = torch.bucketize(ids, starts, right=True)
-                addresses.append(shift.index_select(0, block).add_(ids))
-                places.append(place.index_select(0, block))
-        lengths = torch.cat([offsets.diff() for _, _, offsets in requests])
-        addresses_N = torch.cat(addresses)
-        numbers = torch.arange(len(lengths), device=self._device)
-        bags_N = torch.repeat_interleave(numbers, lengths, output_size=len(addresses_N))
-        whole = all(self._places[name][1].shape[0] == 1 for name, _, _ in requests)
-        return Asked(addresses_N, torch.cat(places), bags_N, lengths.shape[0], whole)
+        for (_, ids, _), (starts, place, shift, _) in zip(requests, blocks, strict=True):
+            block = torch.bucketize(ids, starts, right=True)
+            addresses.append(shift.index_select(0, block).add_(ids))
+            places.append(place.index_select(0, block))
+        return Asked(torch.cat(addresses), torch.cat(places), lengths_B, [])
 
     def _blocks_of(self, group: Group, name: str) -> tuple[Tensor, Tensor, Tensor, int]:
         """Ids at which a table's second and later blocks begin; of each block its owner's place, and address less id;
