@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gem.harness import names
 from gem.harness.case import AnyCase, Case
-from gem.harness.names import PEERS, RATIO_PREFIX
+from gem.harness.names import PEERS, RATIO_PREFIX, SENT_PREFIX
 from gem.harness.needs import Facts, check_needs
 from gem.harness.params import SubjectParams
 from gem.harness.progress import STYLES
@@ -202,11 +202,14 @@ def results_tables(document: Document, verbose: bool = False, console: Console |
     """One table a suite: case × contestant × direction, the failing, skipped and erroneous ones among them.
 
     Unless ``verbose``, cases that only check correctness and pass are one line of text a suite, and what a passing
-    check has to say (its worst tensor, the bound) stays in the document. Where ``console`` is too narrow for a table
-    its notes follow as lines, then its frame goes, then it becomes text: no name and no number is broken.
+    check has to say (its worst tensor, the bound) stays in the document; so do bytes by collective and tier. Where
+    ``console`` is too narrow for a table its notes follow as lines, then its frame goes, then it becomes text: no name
+    and no number is broken.
     """
     suites: dict[str, list[Line]] = {}
     for line in lines_of(document.rows):
+        if not verbose and line.status == "pass":
+            line.values = {metric: x for metric, x in line.values.items() if not metric.startswith(SENT_PREFIX)}
         suites.setdefault(line.suite, []).append(line)
     shown: list[Table | str] = []
     for suite, lines in suites.items():

@@ -1,11 +1,13 @@
 """Ranks of a plan as a measured case: the plan of few ranks, figures against others' arithmetic, faults as rows."""
 
 import re
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gem.errors import RequestError
 from gem.harness import measured_params, report, report_scaling
@@ -15,6 +17,7 @@ from gem.harness.results import Document, Row, own_status
 from gem.harness.runner import RunOptions, open_session, run_case
 from gem.harness.sharding_params import ShardingParams
 from gem.harness.subject_sharding import Sharding
+from gem.harness.table import results_tables
 
 FILE = Path("suites/scaling/some.toml")
 MODEL = {"dim": 16, "heads": 1, "layers": 1, "experts": 2, "expert_hidden": 16, "interactions": ["mlp"]}
@@ -147,6 +150,16 @@ def test_the_report_draws_a_line_a_plan(rows):
     assert "sent.counts.host" not in page
     held = [row.metric for line in report_scaling.without_parts(lines) for row in line.rows]
     assert not [metric for metric in held if metric.startswith("sent.")] and "bytes_sent" in held
+
+
+def test_the_terminal_leaves_parts_to_who_asks(rows):
+    document = Document(rows=rows["v2-2"])
+    console = Console(width=400, file=StringIO())
+    for verbose in (False, True):
+        for one in results_tables(document, verbose, console):
+            console.print(one)
+        told = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "bytes_sent" in told and ("sent.counts.host" in told) == verbose
 
 
 def test_a_case_that_failed_is_not_joined(rows):
