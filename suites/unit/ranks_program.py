@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
@@ -47,10 +48,12 @@ def main(config: dict[str, Any], out: str, fault: Fault | None = None, more: Seq
 
     if fault is not None:
         _befall(gem.train.loop, fault)
-    rank = os.environ.get("RANK", "0")
-    path = Path(f"{out}.{rank}.toml")
-    path.write_text("".join(f"{name} = {_toml(value)}\n" for name, value in config.items()))
-    cli.main(["train", str(path), "--out", out, "--json", f"{out}.{rank}.json", "--device", "cpu", *more])
+    text, rank = "".join(f"{name} = {_toml(value)}\n" for name, value in config.items()), os.environ["RANK"]
+    path = Path(f"{out}.{zlib.crc32(text.encode())}.toml")  # of all ranks, or of those with this configuration
+    part = path.with_suffix(f".{rank}")
+    part.write_text(text)
+    part.rename(path)
+    cli.main(["train", str(path), "--out", out, "--device", "cpu", *more])
 
 
 def _toml(value: Any) -> str:

@@ -5,6 +5,7 @@ or none, ends where the run ends that nothing has befallen.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,10 +82,9 @@ def same(folder: Path, reference: Path, step: int = 10) -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def losses(said: str) -> dict[str, str]:
-    """By step, as told: loss and NEs."""
-    lines = [line for line in said.splitlines() if line.startswith("step ") and "samples/s" in line]
-    return {line.split("/")[0]: line.split("  ", 1)[1].rsplit("  ", 4)[0] for line in lines}
+def losses(said: str) -> dict[int, float]:
+    """By step, as told."""
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", said, re.MULTILINE)}
 
 
 def alone(folder: Path, **changes: Any) -> None:
@@ -94,7 +94,7 @@ def alone(folder: Path, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> tuple[Path, dict[str, str]]:
+def reference(folder: Path) -> tuple[Path, dict[int, float]]:
     """(folder, losses told) of the run that nothing befalls: two ranks by the plan."""
     return folder / "reference", losses(came_through(folder / "reference", 2, log_every=1, checkpoint_every=1))
 
@@ -110,10 +110,8 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_same_command_goes_on(fold
     latest = f"{folder}/killed/checkpoints/step-000004"
     assert line.endswith(f"; the last checkpoint is {latest}; the same command goes on from it")
     assert "process " in line and "Traceback" not in run.said
-    said = came_through(folder / "killed", 2)
-    assert "going on from" in said
+    assert "going on from" in came_through(folder / "killed", 2)
     same(folder / "killed", reference[0])
-    assert losses(said)["step 10"].split("  ")[0].startswith("loss ")
 
 
 def test_rank_0_which_keeps_the_store_may_die_too(folder, reference):
@@ -240,8 +238,7 @@ def test_two_ranks_four_eight_and_one_end_where_two_do(folder, reference):
         same(place, reference[0], steps)
     alone(place)
     same(place, reference[0])
-    assert {step: told[step] for step in sorted(told)} == {step: reference[1][step] for step in sorted(told)}
-    assert len(told) == 8
+    assert told == pytest.approx({step: reference[1][step] for step in range(1, 9)}, abs=2e-4)
 
 
 def test_a_run_of_one_process_goes_on_by_a_plan(folder):
@@ -277,16 +274,21 @@ def test_torchrun_shows_the_line_and_starts_again_by_itself(folder, reference):
     same(place, reference[0])
 
 
-def test_torchrun_refuses_a_plan_once(folder):
-    """One that no file may hold, which every rank sees before it joins the others; and one that does not fit."""
-    (folder / "odd.toml").write_text("exprt = 2")
+def test_torchrun_shows_a_refused_plan_once(folder):
     (folder / "run.toml").write_text('[data]\nkind = "synthetic"\n[plan]\nexpert = 3\n')
-    for words, what in (
-        (["--plan", "odd.toml"], "odd.toml: unknown field 'exprt'; accepted: zones, "),
-        ([], "plan for 2 ranks (1 zones of 1 hosts of 2 GPUs): expert = 3 does not divide shard = 2; the nearest"),
-    ):
-        code, said = torchrun(folder, 2, "-m", "gem", "train", "run.toml", "--device", "cpu", *words)
-        lines = [line for line in said.splitlines() if line.startswith("gem: error: ")]
-        assert code == 1 and len(lines) == 1 and lines[0].startswith(f"gem: error: {what}"), said
-        assert said.count("exitcode  : 2") == 2  # of both ranks, in torchrun's summary
-        assert f"traceback : {lines[0]}" in said.partition("Root Cause")[2]
+    code, said = torchrun(folder, 2, "-m", "gem", "train", "run.toml", "--device", "cpu")
+    lines = [line for line in said.splitlines() if line.startswith("gem: error: ")]
+    what = "plan for 2 ranks (1 zones of 1 hosts of 2 GPUs): expert = 3 does not divide shard = 2; the nearest possible"
+    assert code == 1 and len(lines) == 1 and lines[0].startswith(f"gem: error: {what} plan: "), said
+    assert said.count("exitcode  : 2") == 2  # of both ranks, in torchrun's summary
+    assert f"traceback : {lines[0]}" in said.partition("Root Cause")[2]
+
+
+@pytest.mark.parametrize("words", [["--plan", "{odd}"], ["--set", "lr=-1"], ["--json", "/proc/no"]], ids=str)
+def test_what_every_rank_refuses_before_it_joins_is_said_once(folder, words):
+    odd = folder / "odd.toml"
+    odd.write_text("exprt = 2")
+    more = [word.format(odd=odd) for word in words]
+    run = ranks_program.start(2, folder / "odd.err", ranks_program.main, CONFIG, str(folder / "refused"), None, more)
+    assert run.wait(60) == [2, 2] and len(run.lines) == 1, run.said
+    assert not run.lines[0].startswith("gem: error: rank ")

@@ -2,7 +2,7 @@
 
 import sys
 from fractions import Fraction
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -10,12 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem.data.reader_lanes import Lanes, cut, shares
-from gem.data.readers import Reader
+from gem.data.readers import Reader, ReaderStrategy
 from gem.data.samples import merge
 from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.sharding.verdict import (
-    Beat, Limits, Verdict, code_of, is_consequence, named, place_of, raised_at, silent, stuck, text_of,
+    Beat,
+    Limits,
+    Verdict,
+    code_of,
+    is_consequence,
+    named,
+    place_of,
+    raised_at,
+    silent,
+    stuck,
+    text_of,
 )  # fmt: skip
 
 
@@ -117,8 +127,8 @@ def test_ranks_share_lanes_out_evenly_and_whole(lanes, ranks):
     assert set(taken.values()) == {1}
 
 
-def reader(lanes: int, **given) -> Reader:
-    return Reader(SOURCE, batch=8, base=4, pool=4, epochs=None, seed=3, ranks=lanes, **({"strategy": "samples"} | given))
+def reader(lanes: int, strategy: ReaderStrategy = "samples", rank: int = 0) -> Reader:
+    return Reader(SOURCE, batch=8, base=4, pool=4, epochs=None, seed=3, rank=rank, ranks=lanes, strategy=strategy)
 
 
 def steps(lanes: int, ranks: int, count: int, start: int = 0, **given) -> list[list[list[int]]]:
@@ -139,7 +149,7 @@ def test_a_step_has_the_same_samples_on_any_number_of_ranks(lanes, ranks, strate
     began = steps(lanes, lanes, count, strategy=strategy)
     other = steps(lanes, ranks, count, strategy=strategy)
     for one, another in zip(began, other, strict=True):
-        assert sorted(sum(one, [])) == sorted(sum(another, []))
+        assert sorted(chain(*one)) == sorted(chain(*another))
         assert len(another) == ranks
     assert steps(lanes, ranks, 2, start=3, strategy=strategy) == other[3:5]
 
