@@ -1,7 +1,8 @@
 """Copies by a GPU's copy engine, which hold no multiprocessor: within its memory, or from a peer's.
 
-A plain device-to-device copy is a kernel where both ends are on one GPU. The driver's batched copy with the flag that
-prefers to overlap with compute is not (CUDA 12.8 and later); that it is so here is tried before it is believed.
+A plain device-to-device copy may be a kernel where both ends are on one GPU (on an H200 with driver 580 it was none).
+The driver's batched copy with the flag that prefers to overlap with compute is not (CUDA 12.8 and later); that it is so
+here is tried before it is believed.
 """
 
 import ctypes
