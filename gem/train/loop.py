@@ -105,7 +105,9 @@ class Run:
         self._began = self.stepper.number
         self.checkpoints.first(self._keep_config)
         if self.batches.lanes != self.world.size:
-            self.tell.say(f"the run began with {self.batches.lanes} ranks: {self.world.size} take their batches")
+            self.tell.say(
+                f"the data stay dealt to {self.batches.lanes} ranks, as the run began; now there are {self.world.size}"
+            )
         self._peak = measure_peak(self.world.device, self.config.precision)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in result.parameters.items())
         self.tell.say(f"parameters: {counts}; {result.described}")

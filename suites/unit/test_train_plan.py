@@ -74,6 +74,15 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
 
     assert quality(planned) == pytest.approx(quality(document), rel=1e-4) and len(quality(document)) == 6
 
+    # On in one process without a plan, and from there by the first plan: what two ranks without one come to.
+    command = [sys.executable, "-m", "gem", "train", "a.toml", "--out", "plan", "--device", "cpu", "--set", "steps=8"]
+    one = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert one.returncode == 0 and "dealt to 2 ranks, as the run began; now there are 1" in one.stderr, one.stderr
+    back, _ = train(tmp_path, "plan", "--plan", "first.toml", "--set", "steps=10")
+    longer, _ = train(tmp_path, "none", "--set", "steps=10")
+    assert len(figures(longer)) == 3  # steps 8, 10 and the validation
+    assert [figures(one.stderr)[0].replace("/8 ", "/10 "), *figures(back)] == figures(longer)
+
 
 @pytest.mark.parametrize(
     ("text", "what"),
