@@ -161,7 +161,7 @@ _WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL
 
 def is_consequence(error: BaseException) -> bool:
     """Whether it looks like what another rank's end does to this one."""
-    if isinstance(error, RequestError) or not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError):
         return False
     return type(error).__name__ in _CLASSES or any(word in str(error) for word in _WORDS)
 
