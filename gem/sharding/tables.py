@@ -151,10 +151,11 @@ class ShardedTables:
         """Sums [B, D] of each sample's rows, zeros where it has none; the owners form them, a row a sample."""
         self._check([(name, ids) for name, ids, _ in requests])
         for name, ids, offsets in requests:
-            if ids.dim() != 1 or offsets.dim() != 1 or not len(offsets) or int(offsets[-1]) != len(ids):
+            right = ids.dim() == offsets.dim() == 1 and offsets.numel() > 0
+            if not right or offsets[[0, -1]].tolist() != [0, len(ids)] or bool((offsets[1:] < offsets[:-1]).any()):
                 raise RequestError(
                     f"table {name!r}: offsets {tuple(offsets.shape)} of ids {tuple(ids.shape)}; "
-                    f"accepted: [samples + 1], from 0 to the number of ids"
+                    f"accepted: [samples + 1], from 0 to the number of ids, none less than the one before"
                 )
         if not self._shards:
             self.gather()

@@ -170,6 +170,11 @@ def ask_wrongly(plan: Plan) -> list[str]:
         with pytest.raises(RequestError) as caught:
             tables.fetch([(name, ids)])
         said.append(str(caught.value))
+    for offsets in ([], [0, 1], [1, 2], [0, 2, 1, 2]):
+        with pytest.raises(RequestError, match=r"table 't': offsets .* of ids \(2,\); accepted: \[samples \+ 1\]"):
+            tables.pooled([("t", torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))])
+    with pytest.raises(RequestError, match="id 8; accepted: 0 to 7"):
+        tables.pooled([("t", torch.tensor([8]), torch.tensor([0, 1]))])
     return said
 
 
