@@ -130,7 +130,9 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]:
         # The watch comes before it: what runs into this has been missed there.
         wait, gpu = timedelta(seconds=timeout_s + 60), where.type == "cuda"
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, timeout=wait)
-        yield (world := World(rank, size, where, watch, dist.new_group(backend="gloo", timeout=wait) if gpu else None))
+        host = dist.new_group(backend="gloo", timeout=wait) if gpu else None
+        assert not isinstance(host, int)  # every rank is in it
+        yield (world := World(rank, size, where, watch, host))
         world.part()
         gc.collect()  # what was let go of may be held in a cycle
         dist.destroy_process_group()
