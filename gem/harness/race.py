@@ -129,9 +129,7 @@ class _Race:
         if losses.keys() != wanted.keys():
             wrong = f"{len(losses)} losses against {len(wanted)} of {other}"
         else:
-            gaps = {what: abs(losses[what] - x) / max(abs(x), 1e-12) for what, x in wanted.items()}
-            worst = max(gaps, key=lambda what: gaps[what])
-            lane.gap = gaps[worst]
+            worst, lane.gap = widest_gap(losses, wanted)
             at = f"{worst}: {losses[worst]:.6g} against {wanted[worst]:.6g} of {other}"
             lane.gap_note = f"{at}, allowed {self.params.tolerance:g} relative"
             if not lane.gap <= self.params.tolerance:
@@ -177,6 +175,13 @@ class _Race:
             found = self._call(name, "finish", "finish")
             if found is not None:
                 lane.found = found
+
+
+def widest_gap(losses: Mapping[str, float], wanted: Mapping[str, float]) -> tuple[str, float]:
+    """Which figure is farthest off, relatively, and how far: one that is no number is the farthest."""
+    gaps = {what: abs(losses[what] - x) / max(abs(x), 1e-12) for what, x in wanted.items()}
+    worst = max(gaps, key=lambda what: (not math.isfinite(gaps[what]), gaps[what]))  # max alone passes over NaN
+    return worst, gaps[worst]
 
 
 def beside_it(held: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ that rank's share. Collectives, FSDP's bookkeeping and smaller matrices eat it. 
 it is no speed-up and no forecast of one.
 """
 
+import math
 import statistics
 import tempfile
 from collections import defaultdict
@@ -42,8 +43,11 @@ def _agreement(alone: Found, found: Sequence[Found]) -> list[Metric]:
         for what, mine, wanted in (("loss", one.losses, alone.losses), ("norm", one.norms, alone.norms)):
             for step, (a, b) in enumerate(zip(mine, wanted, strict=True)):
                 gap = abs(a - b) / max(abs(b), 1e-300)
-                if not gap <= worst:
-                    worst, where = gap, f"{what} of step {step + 1} on rank {rank}: {a:.12g} against {b:.12g}"
+                told = f"{what} of step {step + 1} on rank {rank}: {a:.12g} against {b:.12g}"
+                if not math.isfinite(gap):  # the largest of all, which no comparison with it says
+                    return [Metric("max_error", gap, note=told)]
+                if gap > worst:
+                    worst, where = gap, told
     return [Metric("max_error", worst, note=where)]
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gem.data.samples import Events, Samples
 from gem.data.schema import Feature, Schema, SequenceSchema, Table, Task
+from gem.model.layout import Packed, rotate
 
 ROWS = {"item": 100, "user": 50, "signal": 5}
 
@@ -54,3 +55,30 @@ def random_samples(history: list[int], audience: list[int], seed: int = 0) -> Sa
         },
         {"ctr": clicked, "cvr": torch.where(clicked > 0, draw(2, count).float(), torch.nan)},
     )
+
+
+class Dense(Packed):
+    """Samples of equal lengths: attention as plain products of batched matrices, which torch counts."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
+        self.batch = events.offsets.shape[0] - 1
+
+    def _product(self, q: Tensor, k: Tensor, v: Tensor, softmax: bool) -> Tensor:
+        """q [G, M, H, D], k and v [G, N, H, D]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2)
+        return ((scores.softmax(-1) if softmax else scores) @ v).transpose(1, 2)
+
+    def blocks(self, q, k, v, rope, block):
+        cos, sin = (table[: q.shape[0]][:, None] for table in rope)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self._product(*(x.unflatten(0, (-1, block)) for x in (q, k, v)), softmax=True)
+        return out.flatten(0, 1)
+
+    def cross(self, q, k, v, keys, activation, scale):
+        return self._product(*(x.unflatten(0, (self.batch, -1)) for x in (q, k, v)), softmax=False).flatten(0, 1)
+
+    def pooled(self, q, k, v, activation, scale):
+        q = q.expand(self.batch, *q.shape[-3:])
+        return self._product(q, *(x.unflatten(0, (self.batch, -1)) for x in (k, v)), softmax=False)

@@ -1,5 +1,6 @@
 """Races: contestants that compute the same, in turns, each at its own best batch size; who does not gets no ratio."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from gem.harness import measured_params
 from gem.harness.case import MeasuredCase, build_cases
 from gem.harness.measured import DoesNotFit, best_batch
-from gem.harness.race import beside_it
+from gem.harness.race import beside_it, widest_gap
 from gem.harness.results import Document, Row, case_status, own_status
 from gem.harness.runner import RunOptions, open_session, run, run_case
 from gem.harness.table import summarise
@@ -123,6 +124,16 @@ def test_who_fails_in_its_turn_is_gone_before_the_next_turn(monkeypatch: pytest.
 def test_who_runs_out_of_memory_names_who_held_what_beside_it() -> None:
     assert beside_it({"gem": 3 << 30, "flex": 0, "padded": 3 << 29}) == "; beside it: gem 3.0 GiB, padded 1.5 GiB"
     assert beside_it({"gem": 0}) == beside_it({}) == ""
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_no_number_is_the_widest_gap_wherever_it_stands(bad: float) -> None:
+    fine = {"a": 1.0, "b": 2.0, "c": 4.0}
+    assert widest_gap({"a": 1.5, "b": 2.0, "c": 4.0}, fine) == ("a", 0.5)
+    for what in fine:
+        for losses, wanted in ((fine | {what: bad}, fine), (fine, fine | {what: bad}), (fine | {what: bad},) * 2):
+            name, gap = widest_gap(losses, wanted)
+            assert name == what and not gap < math.inf
 
 
 def test_a_ratio_that_was_expected_and_does_not_exist_fails_the_case() -> None:

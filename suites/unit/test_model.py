@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_data import random_samples, small_schema
+from model_data import Dense, random_samples, small_schema
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,8 +11,10 @@ from gem.data.schema import Schema
 from gem.errors import RequestError
 from gem.model import GemModel, ModelConfig
 from gem.model.config import PRESETS, preset
-from gem.model.layout import Packed, rotate
-from gem.model.work import Work
+from gem.model.layout import Packed
+from gem.model.work import TRAINING, Work
+from gem.train import local
+from gem.train.window import Window
 
 HISTORY, AUDIENCE = [70, 0, 5, 130, 1, 64], [3, 9, 0, 1, 0, 20]
 
@@ -187,33 +189,6 @@ def test_presets_and_names():
 # -- FLOPs -------------------------------------------------------------------------------------------------------------
 
 
-class Dense(Packed):
-    """Samples of equal lengths: attention as plain products of batched matrices, which torch counts."""
-
-    def __init__(self, events: Events) -> None:
-        super().__init__(events)
-        self.batch = events.offsets.shape[0] - 1
-
-    def _product(self, q: Tensor, k: Tensor, v: Tensor, softmax: bool) -> Tensor:
-        """q [G, M, H, D], k and v [G, N, H, D]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scores = q @ k.transpose(-1, -2)
-        return ((scores.softmax(-1) if softmax else scores) @ v).transpose(1, 2)
-
-    def blocks(self, q, k, v, rope, block):
-        cos, sin = (table[: q.shape[0]][:, None] for table in rope)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self._product(*(x.unflatten(0, (-1, block)) for x in (q, k, v)), softmax=True)
-        return out.flatten(0, 1)
-
-    def cross(self, q, k, v, keys, activation, scale):
-        return self._product(*(x.unflatten(0, (self.batch, -1)) for x in (q, k, v)), softmax=False).flatten(0, 1)
-
-    def pooled(self, q, k, v, activation, scale):
-        q = q.expand(self.batch, *q.shape[-3:])
-        return self._product(q, *(x.unflatten(0, (self.batch, -1)) for x in (k, v)), softmax=False)
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -232,6 +207,47 @@ def test_flops_are_those_that_torch_counts_on_dense_input(sizes):
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), counter:
         model(samples)
     assert model.flops(Work.of(samples)) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("sizes", [{"block": 16}, {"block": 16, "layers": 1, "experts": 3}])
+def test_training_takes_as_many_flops_as_torch_counts_forward_and_backward(sizes):
+    """But for gradients of what nothing comes before: events of a table, which a lookup gives."""
+    model = GemModel(small_schema(), ModelConfig.model_validate(sizes), layout=Dense)
+    samples = random_samples([64] * 4, [8] * 4)
+    counter = FlopCounterMode(display=False)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), counter:
+        model.losses(samples).mean().backward()
+    counted = counter.get_total_flops()
+    assert TRAINING * model.flops(Work.of(samples)) == pytest.approx(counted, rel=2e-3)
+    window = Window(["ctr", "cvr"], model, torch.device("cpu"))
+    window.begin(samples)
+    window.begin(samples)
+    assert window.flops == pytest.approx(2 * counted, rel=2e-3) and window.samples == 2 * len(samples)
+
+
+@pytest.mark.parametrize("window", [0, 3, 64, None])
+def test_pairs_of_a_window_are_those_that_it_shows(window):
+    samples = random_samples(HISTORY, AUDIENCE)
+    seen = sum(
+        window is None or i - j <= window for length in HISTORY for i in range(length) for j in range(i + 1)
+    )  # fmt: skip
+    assert Work.of(samples).self_pairs("history", None, window) == seen
+    model = model_of(self_attention="window", window=window or 1, layers=1)
+    other = model_of(self_attention="window", window=(window or 1) + 7, layers=1)
+    assert (model.flops(Work.of(samples)) < other.flops(Work.of(samples))) is ((window or 1) < max(HISTORY))
+
+
+def test_the_peak_is_what_a_product_takes(monkeypatch):
+    """With a clock that goes by FLOPs, a tera of them a second."""
+
+    def seconds(run, clear, device, repeats):
+        counter = FlopCounterMode(display=False)
+        with counter:
+            run()
+        return counter.get_total_flops() / 1e12
+
+    monkeypatch.setattr(local, "_median_seconds", seconds)
+    assert local.measure_peak(torch.device("cpu"), "fp32") == pytest.approx(1e12)
 
 
 def test_flops_add_up_over_samples_and_ignore_padding():
