@@ -58,18 +58,21 @@ def lengths_of(samples: Samples) -> dict[str, np.ndarray]:
     return {name: events.lengths.numpy() for name, events in samples.sequences.items()}
 
 
-def bounds(cost_N: np.ndarray, batch: int) -> tuple[float, float]:
+def bounds(cost_N: np.ndarray, batch: int, held: float | None = None) -> tuple[float, float]:
     """(least, most) that a sample should weigh when a dataset is cut by cost into batches of ``batch`` on average.
+
+    held    what batches hold on average where it is less, 1 or more; from 2 down all samples come to weigh the same
 
     Within them any stretch that weighs as much as a batch holds one sample or more, and not too many. Few samples are
     outside: empty histories, and those half as heavy as a batch.
     """
     if batch < 4:
         raise RequestError(f"batches of {batch} samples cut by cost; accepted: 4 or more")
+    held = batch if held is None else min(held, batch)
     mean = float(np.mean(cost_N)) if len(cost_N) else 0.0
     if mean <= 0:
         return 1.0, 1.0  # nothing costs anything: all weigh the same
-    least, most = mean * _FLOOR, mean * batch
+    least, most = mean * _FLOOR, mean * held
     for _ in range(64):  # the mean falls with what is cut off; each turn comes closer to where both agree
-        most = max(least, _SHARE * batch * float(np.clip(cost_N, least, most).mean()))
+        most = max(least, _SHARE * held * float(np.clip(cost_N, least, most).mean()))
     return least, most

@@ -117,15 +117,20 @@ def read_checked(source: Source, index: int, size: int) -> Samples:
     return chunk
 
 
-def weigh(source: Source, size_C: np.ndarray, cost: Cost, batch: int) -> tuple[tuple[float, float], np.ndarray]:
-    """(least and most that a sample weighs, int64 [C]: what each chunk weighs, in units) where weight is cost."""
+def weigh(
+    source: Source, size_C: np.ndarray, cost: Cost, batch: int, held: float
+) -> tuple[tuple[float, float], np.ndarray]:
+    """(least and most that a sample weighs, int64 [C]: what each chunk weighs, in units) where weight is cost.
+
+    ``batch``, ``held``: of a batch's samples, as bounds takes them.
+    """
     known = source if isinstance(source, Sized) else None
     costs = []
     for chunk, size in enumerate(size_C.tolist()):
         lengths = known.chunk_lengths(chunk) if known else lengths_of(read_checked(source, chunk, size))
         costs.append(cost(lengths, size))
     cost_N = np.concatenate(costs) if costs else np.zeros(0)
-    limits = bounds(cost_N, batch)
+    limits = bounds(cost_N, batch, held)
     return limits, np.maximum(weights_of(costs, limits), size_C)
 
 

@@ -87,7 +87,7 @@ class Reader(IterableDataset[Samples]):
         self._bounds: tuple[float, float] | None = None
         steps = steps_of(len(source), batch, ranks, drop_last)
         if strategy == "budget":
-            self._bounds, weight_C = weigh(source, self.sizes_C, self.cost, batch)
+            self._bounds, weight_C = weigh(source, self.sizes_C, self.cost, batch, len(source) / (steps * ranks))
         even = strategy == "budget" or not drop_last
         self.plan = Plan(weight_C, batch, pool * base // batch, steps, rank, ranks, seed, shuffle, even)
         self._held: dict[int, Samples] = {}  # chunks of the pool read last, since the next one may begin in them

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -285,6 +285,22 @@ def test_no_stretch_that_weighs_a_batch_is_empty_or_crowded(cost, batch):
     least, most = bounds(np.array(cost), batch)
     weight = np.clip(cost, least, most)
     assert most <= batch * weight.mean() / 2 * (1 + 1e-3) and least * 33 >= weight.mean()
+
+
+@settings(deadline=None)
+@example([5] * 8 + [3000, 4000] + [3] * 7, 16, 3, 0)
+@given(
+    st.lists(st.sampled_from([0, 1, 3, 20, 400, 9000]), min_size=4, max_size=40), st.sampled_from([4, 8, 16]),
+    st.integers(1, 4), st.integers(0, 3),
+)  # fmt: skip
+def test_batches_cut_by_cost_that_drop_nothing_hold_samples_each(lengths, batch, ranks, seed):
+    """Also where batches hold far fewer than ``batch``, down to one."""
+    source = MemorySource(SCHEMA, samples_of(np.array(lengths)), 5)
+    of = {"batch": batch, "base": 4, "pool": batch // 4, "strategy": "budget", "cost": "pairs", "seed": seed}
+    found = [list(Batches(Reader(source, **of, rank=r, ranks=ranks, drop_last=False))) for r in range(ranks)]
+    assert {len(each) for each in found} == {-(-len(lengths) // (batch * ranks))}
+    assert min(len(batch) for each in found for batch in each) >= 1
+    assert sorted(merge([b for each in found for b in each]).keys.tolist()) == list(range(len(lengths)))
 
 
 def test_a_few_huge_samples_and_many_empty_ones_leave_no_batch_empty():
