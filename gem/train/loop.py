@@ -29,7 +29,7 @@ from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
 from gem.train.profile import measure_efficiency
 from gem.train.records import Efficiency, Evaluation, Listener, Progress, Result
-from gem.train.sources import fingerprint, open_sources, sizes_of
+from gem.train.sources import differences, fingerprint, is_former, open_sources, sizes_of
 from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
 from gem.train.world import World
@@ -100,6 +100,8 @@ class Run:
             self._lock.free()
 
     def _train(self, resume: bool) -> Result:
+        if self.sources.files:  # which may take minutes to read
+            self.world.first_alone("reading the data for their fingerprint", self._know_data)
         self.world.at("loading the last checkpoint")
         result = Result(0, self._resume(resume), [], [], None, self.stepper.counts(), self.reader.describe())
         self._began = self.stepper.number
@@ -349,16 +351,17 @@ class Run:
                 )
         if data is None:  # of a run from before it was kept
             self.tell.say(f"{path}: has no fingerprint of the data; they are taken to be those of the run")
-        elif data != self._fingerprint():
-            odd = [
-                name
-                for name, value in self._fingerprint().items()
-                if not isinstance(data, dict) or data.get(name) != value
-            ]
+            return
+        if odd := differences(data, self._fingerprint()):
             raise RequestError(
                 f"{self.folder}: has a run on other data of the same name: not the same {', '.join(odd)}; accepted: "
                 "the data as they were, or another folder"
             )
+        if is_former(data):
+            self.tell.say(f"{path}: has a fingerprint of before files were read whole; only sizes are held to it")
+
+    def _know_data(self) -> None:
+        self._fingerprint()
 
     def _fingerprint(self) -> dict[str, Any]:
         if self._data is None:

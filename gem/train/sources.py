@@ -19,7 +19,11 @@ from gem.errors import RequestError
 from gem.train.config import FolderData, LogData, SyntheticData, TrainConfig
 from gem.train.world import World
 
-_END = 2**20  # bytes at each end of a file that are looked at
+WHOLE = 8 * 2**30  # bytes of all files, up to which each is read to the end
+_END = 2**20  # bytes at each end of a file that are looked at where there are more
+
+_CONTENT = "content of the files"
+_ENDS = f"times, first and last bytes of the files (more than {WHOLE >> 30} GiB are not read whole)"
 
 Floors = Callable[[Samples], dict[str, Floor]]
 
@@ -65,12 +69,27 @@ def _stored(train: Path, valid: Path | None) -> Sources:
 
 
 def fingerprint(sources: Sources) -> dict[str, Any]:
-    """What tells data from other data of the same name, as JSON values; times and places of files do not count.
+    """What tells data from other data of the same name, as JSON values; places of files do not count.
 
-    Of each file size, first and last ``_END`` bytes: of a parquet file these are its footer, with the least and the
-    largest of each column, of a log its oldest and newest rows.
+    Up to ``WHOLE`` bytes of files: a hash of all of them, at 1 to 2 GB/s. Beyond, where that would take long: of each
+    its size, its time and its first and last ``_END`` bytes; a copy without its time is other data then.
     """
-    return sizes_of(sources) | {"first and last bytes of the files": _ends(sources.files)}
+    sizes = sizes_of(sources)
+    whole = sizes["bytes"] <= WHOLE
+    return sizes | ({_CONTENT: _hash(sources.files)} if whole else {_ENDS: _ends(sources.files)})
+
+
+def differences(before: Any, now: dict[str, Any]) -> list[str]:
+    """The names of what is not the same in two fingerprints. A former one is held to its sizes alone."""
+    if not isinstance(before, dict):
+        return list(now)
+    names = [name for name in now if name not in (_CONTENT, _ENDS)] if is_former(before) else list(now)
+    return [name for name in names if before.get(name) != now[name]]
+
+
+def is_former(found: Any) -> bool:
+    """Whether a fingerprint is of before all of the files was read: their middle is not in it."""
+    return isinstance(found, dict) and "first and last bytes of the files" in found
 
 
 def sizes_of(sources: Sources) -> dict[str, Any]:
@@ -84,12 +103,21 @@ def sizes_of(sources: Sources) -> dict[str, Any]:
     }
 
 
+def _hash(files: tuple[Path, ...]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
 def _ends(files: tuple[Path, ...]) -> str:
     found = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             found.update(size.to_bytes(8, "little"))
+            found.update(str(os.fstat(file.fileno()).st_mtime_ns).encode())
             for start in (0, max(0, size - _END)):
                 file.seek(start)
                 found.update(file.read(_END))

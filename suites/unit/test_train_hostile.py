@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -335,7 +338,7 @@ def test_another_log_under_the_same_path_is_refused(tmp_path):
     os.utime(log, (1, 1))  # touched, copied: the same data
     assert train(out, data=data, reader=reader, steps=4).resumed_at == 2
     log_of(log, 1)  # as many rows and bytes
-    assert "has a run on other data of the same name: not the same first and last bytes of the files;" in refused(
+    assert "has a run on other data of the same name: not the same content of the files;" in refused(
         out, data=data, reader=reader
     )
 
@@ -352,11 +355,54 @@ def test_other_files_in_the_same_folder_are_refused_and_copies_are_not(tmp_path)
     assert train(out, data=data, steps=4).resumed_at == 2
     shutil.rmtree(place)
     write_samples(place, drawn.schema, (drawn.read_chunk(i) for i in range(drawn.chunks - 1)))
-    assert "not the same training samples, bytes, first and last bytes" in refused(out, data=data)
+    assert "not the same training samples, bytes, content" in refused(out, data=data)
     shutil.rmtree(place)
     other = Synthetic(SyntheticConfig.model_validate(CONFIG["data"]["train"] | {"seed": 1}))
     write_samples(place, drawn.schema, (other.read_chunk(i) for i in range(other.chunks)))
     assert "has a run on other data of the same name" in refused(out, data=data)
+
+
+@pytest.mark.parametrize("whole", [8 * 2**30, 1000], ids=["whole", "too much to read"])
+def test_an_edit_amid_a_large_file_is_refused(tmp_path, monkeypatch, whole):
+    monkeypatch.setattr("gem.train.sources.WHOLE", whole)
+    place, out = tmp_path / "samples", tmp_path / "out"
+    drawn = Synthetic(SyntheticConfig.model_validate(CONFIG["data"]["train"]))
+    write_samples(place, drawn.schema, (drawn.read_chunk(i) for i in range(drawn.chunks)))
+    (file,) = place.glob("*.parquet")
+    # As others may write it: plain values without checksums, in a file of several times what its ends are taken to be.
+    table = pq.read_table(file)
+    floats = np.arange(len(table) * 2000, dtype=np.float32)
+    table = table.append_column("own", pa.FixedSizeListArray.from_arrays(pa.array(floats), 2000))
+    pq.write_table(table, file, compression="none", use_dictionary=False, write_statistics=False)
+    data = {"kind": "parquet", "train": str(place)}
+    train(out, data=data, steps=2)
+    assert train(out, data=data, steps=3).resumed_at == 2
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    assert min(len(content) // 2, len(content) - len(content) // 2) > 2**20
+    file.write_bytes(content)
+    what = "content of the files" if whole > 2**20 else "times, first and last bytes of the files (more than 8 GiB"
+    assert f"has a run on other data of the same name: not the same {what}" in refused(out, data=data, steps=4)
+
+
+def test_a_run_whose_fingerprint_is_of_the_files_ends_is_held_to_their_sizes_and_says_so(tmp_path):
+    log, out = tmp_path / "log.csv", tmp_path / "out"
+    log_of(log)
+    of = {"data": {"kind": "log", "path": str(log)}, "reader": {"batch": 32, "base": 8, "pool": 8}}
+    train(out, steps=2, **of)
+    config = json.loads((out / "config.json").read_text())
+    del config["fingerprint"]["content of the files"]
+    config["fingerprint"]["first and last bytes of the files"] = "0" * 64
+    (out / "config.json").write_text(json.dumps(config))
+    told = Told()
+    assert train(out, told, steps=4, **of).resumed_at == 2
+    assert [line for line in told.lines if "has a fingerprint" in line] == [
+        f"{out}/config.json: has a fingerprint of before files were read whole; only sizes are held to it"
+    ]
+    assert "content of the files" in json.loads((out / "config.json").read_text())["fingerprint"]
+    (out / "config.json").write_text(json.dumps(config))
+    log.write_text(log.read_text().replace(",1000000\n", ",10000000\n", 1))
+    assert ", bytes; accepted" in refused(out, steps=6, **of)
 
 
 def test_a_run_from_before_fingerprints_goes_on_and_says_so(tmp_path):
