@@ -128,7 +128,8 @@ def document_of(result: Result, config: TrainConfig, name: str, environment: dic
     speed = result.efficiency
     if speed is not None:
         for metric in ("samples_per_s", "local_mfu", "e2e_mfu", "scaling_ratio", "input_wait"):
-            add(name, "qps" if metric == "samples_per_s" else metric, getattr(speed, metric))
+            if (value := getattr(speed, metric, None)) is not None:  # what is of layers is not there with a plan
+                add(name, "qps" if metric == "samples_per_s" else metric, value)
         key = waterfall_key(f"{SUITE}::{name}", "gem")
         waterfalls[key] = [WaterfallPart.model_validate(asdict(one)) for one in speed.waterfall]
     if result.progress:

@@ -27,8 +27,8 @@ from gem.train.config import TrainConfig, parse_config
 from gem.train.guard import Health, Lock
 from gem.train.local import measure_compute, measure_parts, measure_peak
 from gem.train.metrics import Quality
-from gem.train.profile import measure_efficiency
-from gem.train.records import Efficiency, Evaluation, Listener, Progress, Result
+from gem.train.profile import measure_efficiency, measure_steps
+from gem.train.records import Evaluation, Listener, Progress, Result, StepEfficiency
 from gem.train.sources import differences, fingerprint, is_former, open_sources, sizes_of
 from gem.train.step import Stepper
 from gem.train.window import Closed, Window, memory_bytes
@@ -207,11 +207,11 @@ class Run:
         self.tell.progress(now)
         window.restart()
 
-    def _efficiency(self, batch: Samples) -> Efficiency | None:
+    def _efficiency(self, batch: Samples) -> StepEfficiency | None:
         """Of the layers, on the batch's heaviest piece: more than a piece need not fit. A failure costs no results."""
         if not isinstance(self.stepper, Stepper):
-            self.tell.say("efficiency: not measured: layers are timed alone, and those of a plan are cut over ranks")
-            return None
+            self.tell.say("efficiency: of steps alone: layers are timed alone, and those of a plan are cut over ranks")
+            return measure_steps(self.world, self._windows[1:], self._peak)
         flops = self.stepper.model.flops
         piece = max(batch.split(self.config.pieces), key=lambda one: flops(Work.of(one)))
         fault = None

@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 
 from gem.data.samples import Samples
-from gem.efficiency import Part, local_mfu, mfu, waterfall
+from gem.efficiency import Part, Slice, local_mfu, mfu, waterfall
 from gem.model.work import TRAINING, Work
 from gem.train.local import measure_compute, measure_parts
-from gem.train.records import Efficiency
+from gem.train.records import Efficiency, StepEfficiency
 from gem.train.step import Stepper
 from gem.train.window import Closed
 from gem.train.world import World
@@ -51,7 +51,37 @@ def measure_efficiency(stepper: Stepper, windows: list[Closed], batch: Samples, 
     )  # fmt: skip
     local, whole = local_mfu(parts, peak), mfu(flops, step_s, peak)
     rate = samples * world.size / step_s
-    return Efficiency(peak, local, whole, whole / local, rate, wait_s / step_s, step_s, parts, slices)
+    return Efficiency(
+        peak=peak, local_mfu=local, e2e_mfu=whole, scaling_ratio=whole / local, samples_per_s=rate,
+        input_wait=wait_s / step_s, step_s=step_s, parts=parts, waterfall=slices,
+    )  # fmt: skip
+
+
+def measure_steps(world: World, windows: list[Closed], peak: float) -> StepEfficiency:
+    """Of the steps in ``windows`` of a model that is cut over ranks, whose layers cannot be timed alone.
+
+    So its waterfall has stages in place of layers: collectives that a forward or backward waits for are in its time.
+    Figures are means over the ranks, the same on each; all ranks call it.
+    """
+    steps = sum(w.steps for w in windows)
+    names = list(windows[0].stages)
+    own = [sum(getattr(w, what) for w in windows) / steps for what in ("seconds", "waited", "flops", "samples")]
+    own += [peak, *(sum(w.stages[name] * w.steps for w in windows) / steps for name in names)]
+    step_s, wait_s, flops, samples, peak, *more = _mean(world, own)
+    stages = dict(zip(names, more, strict=True))
+    wait_s += stages["others"]  # for their input
+    slices = [
+        Slice("input wait", 1e3 * wait_s, "input"),
+        Slice("forward, collectives with it", 1e3 * stages["forward"], "model"),
+        Slice("backward, collectives with it", 1e3 * stages["backward"], "model"),
+        Slice("exchange", 1e3 * stages["exchange"], "communication"),
+        Slice("optimizer", 1e3 * stages["optimizer"], "optimizer"),
+    ]
+    slices.append(Slice("rest", 1e3 * step_s - sum(one.ms for one in slices), "rest"))
+    return StepEfficiency(
+        peak=peak, e2e_mfu=mfu(flops, step_s, peak), samples_per_s=samples * world.size / step_s,
+        input_wait=wait_s / step_s, step_s=step_s, waterfall=slices,
+    )  # fmt: skip
 
 
 def _mean(world: World, values: list[float]) -> list[float]:

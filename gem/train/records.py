@@ -34,18 +34,24 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """Of the run's steps after the first window. E2E MFU = Local MFU × Scaling Ratio."""
+class StepEfficiency:
+    """Of the run's steps after the first window; a model that is cut over ranks has this alone."""
 
     peak: float  # FLOP/s of a matrix product in the run's precision, measured in the run
-    local_mfu: float
     e2e_mfu: float
-    scaling_ratio: float
     samples_per_s: float  # all ranks
     input_wait: float  # share of a step
     step_s: float
-    parts: list[Part]
     waterfall: list[Slice]
+
+
+@dataclass(frozen=True)
+class Efficiency(StepEfficiency):
+    """And of its layers, each alone. E2E MFU = Local MFU × Scaling Ratio."""
+
+    local_mfu: float
+    scaling_ratio: float
+    parts: list[Part]
 
 
 @dataclass
@@ -56,7 +62,7 @@ class Result:
     resumed_at: int | None
     evaluations: list[Evaluation]
     progress: list[Progress]
-    efficiency: Efficiency | None  # None: too few steps to say
+    efficiency: StepEfficiency | None  # None: too few steps to say
     parameters: dict[str, int]
     described: str  # what an epoch is
 

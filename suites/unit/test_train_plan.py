@@ -63,7 +63,7 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
     alone, document = train(tmp_path, "none")
     begun, _ = train(tmp_path, "plan", "--plan", "first.toml", "--set", "steps=3")
     gone_on, planned = train(tmp_path, "plan", "--plan", "second.toml")
-    assert "going on from plan" in gone_on and "efficiency: not measured" in gone_on
+    assert "going on from plan" in gone_on and "efficiency: of steps alone" in gone_on
     assert len(figures(alone)) == 4  # steps 2, 4, 6 and the validation
     wanted = [line.replace("/3 ", "/6 ") for line in figures(begun)[:1]] + figures(gone_on)[-2:]
     assert wanted == [figures(alone)[i] for i in (0, 2, 3)]
@@ -73,6 +73,14 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
         return {(r["case"], r["metric"]): r["value"] for r in of["rows"] if r["metric"] in names}
 
     assert quality(planned) == pytest.approx(quality(document), rel=1e-4) and len(quality(document)) == 6
+    speed = {r["metric"]: r["value"] for r in planned["rows"] if r["case"] == "a"}
+    assert speed.keys() == {"qps", "e2e_mfu", "input_wait", "peak_memory"}  # the layers' own are cut over ranks
+    ((_, parts),) = planned["waterfalls"].items()
+    step_ms = sum(part["ms"] for part in parts)
+    assert [part["of"] for part in parts] == ["input", "model", "model", "communication", "optimizer", "rest"]
+    qps = 2 * 16 / (step_ms * 1e-3)  # two ranks, reader.batch
+    assert speed["qps"] == pytest.approx(qps, rel=1e-6) and speed["e2e_mfu"] > 0
+    assert speed["input_wait"] == pytest.approx(parts[0]["ms"] / step_ms, rel=1e-6)
 
     # On in one process without a plan, and from there by the first plan: what two ranks without one come to.
     command = [sys.executable, "-m", "gem", "train", "a.toml", "--out", "plan", "--device", "cpu", "--set", "steps=8"]
