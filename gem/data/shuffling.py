@@ -18,8 +18,8 @@ from gem.errors import RequestError
 
 Strategy = Literal["none", "random", "bbs", "lpt"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-ReaderStrategy = Strategy | Literal["samples", "budget"]
-READER_STRATEGIES: tuple[ReaderStrategy, ...] = (*STRATEGIES, "samples", "budget")
+ReaderStrategy = Literal[Strategy, "samples", "budget"]  # flat, so that a config's message names all of them
+READER_STRATEGIES: tuple[ReaderStrategy, ...] = get_args(ReaderStrategy)
 
 _GREEDY = 32  # rounds of deal that go by the batches' totals; by then what is left is too light to matter
 

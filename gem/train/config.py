@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -57,7 +57,7 @@ class ReaderConfig(_Model):
     pool: Positive = 64  # base batches that are shuffled together
     strategy: ReaderStrategy = "samples"
     cost: Literal["tokens", "pairs"] = "tokens"  # what is balanced
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0  # processes of each rank
 
 
 class PlanConfig(_Model):
@@ -216,14 +216,15 @@ def _lay_over(document: dict[str, Any], change: str) -> None:
 
 def _explain(error: Any, model: type[BaseModel] | None = None) -> str:
     """The first of pydantic's errors: field, value, what is accepted. ``model``: of the document, a TrainConfig's."""
-    at = ".".join(str(part) for part in error["loc"])
+    *names, known = _found(model or TrainConfig, error["loc"])
+    at = ".".join(names)
     if not at and error["type"] != "value_error":
         return f"{type(error['input']).__name__}; accepted: a table of fields"
     kind, context = error["type"], error.get("ctx") or {}
     if kind == "extra_forbidden":
-        inner = {"reader": ReaderConfig, "plan": PlanConfig}.get(error["loc"][0])
-        known = {1: model or TrainConfig, 2: inner}.get(len(error["loc"]))
-        return f"unknown field {at!r}" + (f"; accepted: {', '.join(known.model_fields)}" if known is not None else "")
+        *_, known = _found(model or TrainConfig, error["loc"][:-1])
+        fields = known[0].model_fields if len(known) == 1 else ()
+        return f"unknown field {at!r}" + (f"; accepted: {', '.join(fields)}" if fields else "")
     if kind == "missing":
         return f"missing field {at!r}"
     if kind == "value_error":
@@ -231,5 +232,33 @@ def _explain(error: Any, model: type[BaseModel] | None = None) -> str:
     if kind == "union_tag_invalid":
         return f"{at}.kind = {context['tag']!r}; accepted: {context['expected_tags']}"
     if kind == "union_tag_not_found":
-        return f"missing field '{at}.kind'; accepted: 'synthetic', 'parquet', 'log'"
+        return f"missing field '{at}.kind'; accepted: {', '.join(repr(_tag(one)) for one in known)}"
     return f"{at} = {error['input']!r}: {error['msg']}"
+
+
+def _found(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[Any, ...]:
+    """(the names of pydantic's path without tags of unions, which no document has; the models that may lie there)."""
+    names: list[str] = []
+    models = [model]
+    for part in loc:
+        if len(models) > 1:
+            models = [one for one in models if _tag(one) == part] or models
+            continue
+        names.append(str(part))
+        if not isinstance(part, int):  # else an entry of a list, whose models these are
+            field = models[0].model_fields.get(part) if models else None
+            models = [] if field is None else _models(field.annotation)
+    return *names, models
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Those in a type: a model, a union, a list of one."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [one for inner in get_args(kind) for one in _models(inner)]
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    """The word that tells a model of a union from the others."""
+    field = model.model_fields.get("kind")
+    return None if field is None else get_args(field.annotation)[0]

@@ -310,7 +310,27 @@ def test_damage_is_told_in_words_that_a_command_can_follow(tmp_path):
         ("model.foo=1", "unknown field 'model.foo'; accepted: preset, table_dim, dim"),
         ("model.dim=0", "model.dim = 0: Input should be greater than or equal to 1"),
         ("reader.foo=1", "unknown field 'reader.foo'; accepted: batch, base, pool"),
+        ("reader.workers=100000", "reader.workers = 100000: Input should be less than or equal to 256"),
+        (
+            "reader.strategy=magic",
+            "reader.strategy = 'magic': Input should be 'none', 'random', 'bbs', 'lpt', 'samples' or 'budget'",
+        ),
         ("foo=1", "unknown field 'foo'; accepted: data, model, reader"),
+        ("data.x=1", "unknown field 'data.x'; accepted: kind, train, valid_samples"),
+        ("data.train.x=1", "unknown field 'data.train.x'; accepted: samples, chunk, "),
+        ("data.train.history.x=1", "unknown field 'data.train.history.x'; accepted: min, max, kind"),
+        ("data.train.history.min=a", "data.train.history.min = 'a': Input should be a valid integer"),
+        ("data.train.history.kind=odd", "data.train.history.kind = 'odd'; accepted: 'lognormal', 'uniform', "),
+        ("data.train.history={min = 1}", "missing field 'data.train.history.kind'; accepted: 'lognormal', 'uniform', "),
+        ('data={kind = "parquet", train = "a", x = 1}', "unknown field 'data.x'; accepted: kind, train, valid"),
+        ('data={kind = "parquet", train = 3}', "data.train = 3: Input should be a valid string"),
+        ('data={kind = "parquet"}', "missing field 'data.train'"),
+        ('data={kind = "log", path = "a", build = {x = 1}}', "unknown field 'data.build.x'; accepted: "),
+        (
+            'data={kind = "log", path = "a", build = {labels = [{x = 1, name = "a", column = "b"}]}}',
+            "unknown field 'data.build.labels.0.x'; accepted: name, ",
+        ),
+        ("data={}", "missing field 'data.kind'; accepted: 'synthetic', 'parquet', 'log'"),
     ],
 )
 def test_a_wrong_field_is_named_in_full_with_what_is_accepted(tmp_path, change, message):
