@@ -21,6 +21,7 @@ from gem.errors import RequestError
 
 TIME_NAMES = ("timestamp", "time", "timems", "timestampms", "ts", "unixtime", "unixtimestamp", "unixreviewtime")
 _BATCH_ROWS = 1 << 18
+_MOST = 2**53  # seconds from 1970: differences of two fit, also as float64
 _FAR = 32_503_680_000  # seconds to the year 3000; a later time is taken to be of another unit
 
 
@@ -155,10 +156,10 @@ class _Gathered:
 
     def _seconds(self, column: pa.Array) -> np.ndarray:
         at, per_second = self._columns.time, self._columns.per_second
-        accepted = f"a time in {'seconds' if per_second in (1, None) else f'1/{per_second:,} seconds'}"
         if pa.types.is_timestamp(column.type):
             per_second = SECONDS[column.type.unit]
             column = column.cast(pa.int64())
+        accepted = f"a time in {'seconds' if per_second in (1, None) else f'1/{per_second:,} seconds'}"
         self._refuse(column.is_null(), lambda i: "no value", at, accepted)
         units = per_second or 1
         try:
@@ -171,11 +172,13 @@ class _Gathered:
             i = int(seconds.argmax())
             what = f"row {self.rows + i + 1}, column {self._names[at]}: {seconds[i]} is no time in seconds"
             raise fault(self._path, f"{what} before the year 3000; accepted: time_unit= s, ms, us or ns")
+        far = (seconds < -_MOST) | (seconds > _MOST)
+        self._refuse(pa.array(far), lambda i: str(column[i]), at, f"{accepted}, at most 2^53 s from 1970")
         return seconds
 
     def _numbers(self, column: pa.Array, at: int, accepted: str = "a number") -> np.ndarray:
         try:
-            numbers = column.cast(pa.float64())
+            numbers = column.cast(pa.float64(), safe=False)  # integers of 2^53 and more are rounded
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             bad = [not _is_number(value) for value in column.to_pylist()]
             self._refuse(pa.array(bad), lambda i: repr(column[i].as_py())[:40], at, accepted)

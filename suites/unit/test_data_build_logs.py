@@ -100,6 +100,13 @@ FAULTS = {
     "time no number": (HEAD + GOOD + "a,z,3,noon\n", ": row 3, column timestamp: 'noon'; accepted: a time in seconds"),
     "time empty": (HEAD + GOOD + "a,z,3,\n", ": row 3, column timestamp: no value; accepted: a time in seconds"),
     "time nan": (HEAD + GOOD + "a,z,3,nan\n", ": row 3, column timestamp: nan; accepted: a time in seconds"),
+    "time before all": (
+        HEAD + GOOD + f"a,z,3,{-(2**63)}\n",
+        f": row 3, column timestamp: {-(2**63)}; accepted: a time in seconds, at most 2^53 s from 1970",
+    ),
+    "time beyond int64": (
+        HEAD + GOOD + f"a,z,3,{2**64}\n", f": row 3, column timestamp: {2**64}; accepted: a time in seconds",
+    ),
     "user empty": (HEAD + GOOD + ",z,3,30\n", ": row 3, column user_id: no value; accepted: a value in every row"),
     "fields missing": (HEAD + GOOD + "a,z,3\n", ":4:3: 3 fields; accepted: 4 (user_id, item_id, rating, timestamp)"),
     "one time": (HEAD + "a,x,4,10\nb,x,4,10\na,y,4,10\nb,y,4,10\n", ": no training samples, since the first 80%"),
@@ -115,6 +122,29 @@ def test_broken_logs_are_named(tmp_path, kind):
         build_samples(path)
     message = str(caught.value)
     assert message.startswith(str(path) + ":") and expected in message and "\n" not in message
+
+
+@pytest.mark.parametrize(("kind", "time", "unit", "words"), [
+    (pa.uint64(), 2**63 + 1, None, f"{2**63 + 1}; accepted: a time in seconds"),
+    (pa.uint64(), 2**63 + 1, "ns", f"{2**63 + 1}; accepted: a time in 1/1,000,000,000 seconds"),
+    (pa.int64(), 2**63 - 1, "s", f"{2**63 - 1}; accepted: a time in seconds, at most 2^53 s from 1970"),
+    (pa.int64(), -(2**63), "ms", f"{-(2**63)}; accepted: a time in 1/1,000 seconds, at most 2^53 s from 1970"),
+    (pa.timestamp("ms"), 2**63 - 1, None, f"{2**63 - 1}; accepted: a time in 1/1,000 seconds, at most 2^53 s"),
+])  # fmt: skip
+def test_times_of_parquet_that_are_none_are_named(tmp_path, kind, time, unit, words):
+    path = tmp_path / "log.parquet"
+    times = pa.array([10, 20, time], pa.int64() if pa.types.is_timestamp(kind) else kind).cast(kind)
+    pq.write_table(pa.table({"user": ["a"] * 3, "item": ["x"] * 3, "rating": [4] * 3, "timestamp": times}), path)
+    with pytest.raises(RequestError) as caught:
+        build_samples(path, config=BuildConfig(time_unit=unit))
+    assert str(caught.value).startswith(f"{path}: row 3, column timestamp: {words}")
+
+
+def test_whole_numbers_of_any_size_are_values(tmp_path):
+    path = tmp_path / "log.parquet"
+    ratings = pa.array([1, 2**53 + 1, 2**64 - 1], pa.uint64())
+    pq.write_table(pa.table({"user": ["a"] * 3, "item": ["x"] * 3, "rating": ratings, "timestamp": [1, 2, 3]}), path)
+    assert log_from(path, BuildConfig()).values["rating"].tolist() == [1.0, 2.0**53, 2.0**64]
 
 
 def test_labels_that_do_not_fit():
