@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +138,8 @@ def _built(data: LogData, folder: Path, world: World, say: Callable[[str], None]
     def make() -> None:
         if target.exists():
             return
+        for part in target.parent.glob(".*.partial"):  # of a run that was killed: this one has the folder to itself
+            shutil.rmtree(part, ignore_errors=True)
         say(f"making samples of {log} in {target}")
         for line in build_dataset(log, target, data.build).lines():
             say(line)
