@@ -27,7 +27,7 @@ import torch
 from gem.data.build_config import BuildConfig, Label, Report, Signal
 from gem.data.build_log import Interactions, as_text, read_interactions
 from gem.data.build_past import Past, find_past
-from gem.data.parquet import appears_whole, refuse_occupied, write_samples
+from gem.data.parquet import appears_whole, refuse_occupied, write_samples, writing
 from gem.data.samples import Events, Samples
 from gem.data.schema import Feature, Schema, SequenceSchema, Table, Task
 from gem.errors import RequestError
@@ -51,7 +51,8 @@ def build_samples(
 def build_dataset(log: str | Path | Interactions, folder: str | Path, config: BuildConfig | None = None) -> Report:
     """Write PARTS as datasets in `folder`, with report.json and, unless hashed, vocabulary/{user,item}.parquet.
 
-    The folder appears when all of it is written. RequestError where it is there and holds something.
+    The folder appears when all of it is written. RequestError where it is there and holds something, or cannot be
+    written.
     """
     folder = Path(folder)
     refuse_occupied(folder)  # before the work
@@ -59,10 +60,11 @@ def build_dataset(log: str | Path | Interactions, folder: str | Path, config: Bu
     with appears_whole(folder) as hidden:
         for part in PARTS:
             write_samples(hidden / part, builder.schema, builder.batches(part))
-        (hidden / "report.json").write_text(json.dumps(builder.report.values(), indent=1) + "\n")
-        for name, vocabulary in builder.vocabularies().items():
-            (hidden / "vocabulary").mkdir(exist_ok=True)
-            pq.write_table(vocabulary, hidden / "vocabulary" / f"{name}.parquet")
+        with writing(folder):
+            (hidden / "report.json").write_text(json.dumps(builder.report.values(), indent=1) + "\n")
+            for name, vocabulary in builder.vocabularies().items():
+                (hidden / "vocabulary").mkdir(exist_ok=True)
+                pq.write_table(vocabulary, hidden / "vocabulary" / f"{name}.parquet")
     return builder.report
 
 

@@ -155,8 +155,8 @@ def write_samples(
 ) -> int:
     """Write batches of any size as a dataset in row groups of `row_group` samples (the last may be smaller); the rows.
 
-    All of it appears at once, when the last batch is written. RequestError for a folder that holds something, and for
-    samples that could not be read back.
+    All of it appears at once, when the last batch is written. RequestError for a folder that holds something, for one
+    that cannot be written (a full disk: nothing is left of it), and for samples that could not be read back.
     """
     folder = Path(folder)
     if row_group < 1 or rows_per_file < row_group or rows_per_file % row_group:
@@ -170,18 +170,22 @@ def write_samples(
         names = arrow_schema(schema)
         try:
             for samples in _regrouped(_checked(schema, batches), row_group):
-                if rows % rows_per_file == 0:
-                    if writer is not None:
-                        writer.close()
-                    writer, count = _open_writer(hidden / f"{count:05d}", names), count + 1
-                assert writer is not None
-                writer.write_table(to_table(schema, samples), row_group_size=row_group)
+                table = to_table(schema, samples)
+                with writing(folder):
+                    if rows % rows_per_file == 0:
+                        if writer is not None:
+                            writer.close()
+                        writer, count = _open_writer(hidden / f"{count:05d}", names), count + 1
+                    assert writer is not None
+                    writer.write_table(table, row_group_size=row_group)
                 rows += len(samples)
             if writer is None:  # no samples are a dataset too: its schema says of what
-                writer, count = _open_writer(hidden / "00000", names), 1
+                with writing(folder):
+                    writer, count = _open_writer(hidden / "00000", names), 1
         finally:
             if writer is not None:
-                writer.close()
+                with writing(folder):
+                    writer.close()
         for i in range(count):  # only now is it known of how many; a file that is lost later is missed by its number
             (hidden / f"{i:05d}").rename(hidden / f"part-{i:05d}-of-{count:05d}.parquet")
     return rows
@@ -191,16 +195,36 @@ def write_samples(
 def appears_whole(folder: Path) -> Iterator[Path]:
     """A hidden folder beside `folder` to write into, which gets its name at the end, or is removed upon an error."""
     refuse_occupied(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
-    hidden.mkdir()
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir()
     try:
         yield hidden
         refuse_occupied(folder)  # someone else may have been faster
-        os.rename(hidden, folder)  # takes the place of an empty folder
+        with writing(folder):
+            os.rename(hidden, folder)  # takes the place of an empty folder
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the system says of `folder` while it is written, of a full disk say, as a RequestError."""
+    try:
+        yield
+    except OSError as error:  # Arrow's own too, whose text is long
+        what = os.strerror(error.errno) if error.errno else " ".join(str(error).split())[:200]
+        try:
+            place = next(path for path in (folder, *folder.parents) if path.exists())
+            free = f"{shutil.disk_usage(place).free / 2**30:.2f} GiB"
+        except OSError as fault:
+            free = f"unknown ({fault.strerror})"
+        raise RequestError(
+            f"{folder}: cannot be written: {what}; free on its disk: {free}; accepted: a disk that can be written, "
+            "with room for it"
+        ) from None
 
 
 def refuse_occupied(folder: Path) -> None:
