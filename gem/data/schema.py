@@ -37,7 +37,9 @@ class SequenceSchema(_Model):
 
     name: Name
     features: Annotated[list[Feature], Field(min_length=1)]
-    longest: Annotated[int, Field(ge=1)]  # events a sample; of longer ones the most recent are kept, and counted
+    # Events a sample, at most. gem.data.build keeps the most recent and counts what it cuts; stored samples of more are
+    # refused, by file and row.
+    longest: Annotated[int, Field(ge=1)]
     timed: bool = False  # whether events carry a time (int64 seconds)
 
 
