@@ -148,6 +148,28 @@ def test_the_fastest_size_is_taken_and_a_turn_is_as_long_as_it_says():
     assert racer.count - before == racer._ahead + 5
 
 
+def test_a_turn_begins_behind_all_that_two_readers_hold_ready(tmp_path, monkeypatch):
+    """Against what they have read and nobody took, as they note it themselves."""
+    racer, notes, how = Steps(params(batches=[32], turn_steps=2, workers=2)), tmp_path / "read", subject_e2e.cut
+
+    def noted(*given, **named):
+        with open(notes, "ab", 0) as file:
+            file.write(b".")
+        return how(*given, **named)
+
+    monkeypatch.setattr(subject_e2e, "cut", noted)
+    stream = racer._batches(32)
+    next(stream)
+    until = time.monotonic() + 60
+    while notes.stat().st_size < 3 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.5)  # would they read more, they had
+    held = notes.stat().st_size - 1
+    assert held == 2
+    racer._timed(stream)
+    assert racer.count == held + 1 + 2  # the timed two are of what was read since the device woke
+
+
 def test_figures_of_steps_are_of_the_work_and_of_the_waiting(monkeypatch):
     """Against FLOPs counted apart and a wait that is known."""
     racer = Steps(params(batches=[32], row_steps=4))

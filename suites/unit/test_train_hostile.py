@@ -165,7 +165,7 @@ def test_efficiency_is_measured_on_the_heaviest_piece_and_its_failure_costs_no_r
     seen = []
 
     def fail(stepper, windows, batch, peak):
-        seen.append((stepper, batch))
+        seen.append((stepper, batch, windows))
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
 
     monkeypatch.setattr("gem.train.loop.measure_efficiency", fail)
@@ -173,7 +173,8 @@ def test_efficiency_is_measured_on_the_heaviest_piece_and_its_failure_costs_no_r
     result = train(tmp_path, told, pieces=3)
     assert result.efficiency is None and result.evaluations and result.steps == 6
     assert "efficiency: not measured: OutOfMemoryError: CUDA out of memory. Tried to allocate 1 TiB" in told.lines
-    (stepper, piece), = seen  # fmt: skip
+    (stepper, piece, windows), = seen  # fmt: skip
+    assert [one.loss for one in windows] == [one.loss for one in result.progress[1:]]  # the first report warms up
     with join("cpu") as world:
         run = Run(parse_config(CONFIG, "test"), tmp_path / "b", world)
         last = [batch for _, batch in zip(range(6), run.batches, strict=False)][-1]
