@@ -6,9 +6,7 @@ import pytest
 import torch
 from model_data import random_samples, small_schema
 
-from gem.baselines.padded import Padded
 from gem.model import GemModel, ModelConfig
-from gem.model.layout import Packed
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile has no C++ compiler here"
@@ -29,11 +27,10 @@ def gradients(model: GemModel, seed: int, count: int, autocast: bool = False) ->
     return found | {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_compiled_parts_compute_what_eager_ones_do_and_are_compiled_once(layout):
+def test_compiled_parts_compute_what_eager_ones_do_and_are_compiled_once():
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = GemModel(small_schema(), SIZES, layout=Padded if layout == "padded" else Packed)
+    model = GemModel(small_schema(), SIZES)
     batches = [(1, 33), (2, 40), (3, 57)]
     eager = [gradients(model, *batch) for batch in batches]
     model.compile_parts()
@@ -46,12 +43,11 @@ def test_compiled_parts_compute_what_eager_ones_do_and_are_compiled_once(layout)
             torch.testing.assert_close(found[name], x, rtol=1e-3, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_autocast_does_not_compile_again_for_other_lengths_or_layers(layout):
+def test_autocast_does_not_compile_again_for_other_lengths_or_layers():
     """Interactions give fp32 on a GPU, whatever they are given; here they are made to."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = GemModel(small_schema(), SIZES, layout=Padded if layout == "padded" else Packed)
+    model = GemModel(small_schema(), SIZES)
     model.interactions[0].register_forward_hook(lambda module, given, out: out.float())
     marked: list[set[int]] = []
     for layer in model.tower:

@@ -177,12 +177,10 @@ def test_fewer_batches_end_all_together_and_cost_no_step(folder, reference):
     same(folder / "short", reference[0])
 
 
-@pytest.mark.parametrize("plan", [PLAN, None], ids=["plan", "ddp"])
-def test_a_rank_with_an_empty_batch_takes_part_in_the_step(folder, reference, plan):
+def test_a_rank_with_an_empty_batch_takes_part_in_the_step(folder, reference):
     """In pieces too, of which a rank with too few samples has empty ones."""
-    name = f"empty-{plan is None}"
-    came_through(folder / name, 2, Fault("empty", step=3), plan=plan, pieces=3)
-    same(folder / name, reference[0])
+    came_through(folder / "empty", 2, Fault("empty", step=3), plan=PLAN, pieces=3)
+    same(folder / "empty", reference[0])
 
 
 def test_told_to_end_all_end_and_one_says_so(folder):

@@ -22,7 +22,7 @@ from gem.train.clock import StageClock
 from gem.train.config import load_config, parse_config
 from gem.train.local import measure_parts
 from gem.train.loop import Run
-from gem.train.records import Listener, Result
+from gem.train.records import Efficiency, Listener, Result
 from gem.train.step import Stepper
 from gem.train.world import World, join
 
@@ -106,7 +106,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tmp_path):
         before = set(checkpoints.iterdir()) if checkpoints.is_dir() else set()
         while child.poll() is None and not (checkpoints.is_dir() and set(checkpoints.iterdir()) - before):
             time.sleep(0.01)
-        time.sleep(generator.random() * 0.4)  # in the middle of steps and of saving them
+        time.sleep(generator.random())  # in the middle of steps and of saving them
         if child.poll() is None:
             child.send_signal(signal.SIGKILL)
             kills += 1
@@ -179,7 +179,7 @@ def test_learning_gets_below_the_base_rate(tmp_path):
 def test_the_waterfall_adds_up_to_the_step(tmp_path):
     result, _, _ = train(tmp_path)
     found = result.efficiency
-    assert found is not None
+    assert isinstance(found, Efficiency)
     assert sum(one.ms for one in found.waterfall) == pytest.approx(found.step_s * 1e3)
     assert found.e2e_mfu == pytest.approx(found.local_mfu * found.scaling_ratio)
     assert found.samples_per_s == pytest.approx(64 / found.step_s, rel=1e-6)

@@ -82,14 +82,11 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
     assert speed["qps"] == pytest.approx(qps, rel=1e-6) and speed["e2e_mfu"] > 0
     assert speed["input_wait"] == pytest.approx(parts[0]["ms"] / step_ms, rel=1e-6)
 
-    # On in one process without a plan, and from there by the first plan: what two ranks without one come to.
+    # On in one process without a plan; that it comes to what no interruption comes to is test_sharding_faults'.
     command = [sys.executable, "-m", "gem", "train", "a.toml", "--out", "plan", "--device", "cpu", "--set", "steps=8"]
     one = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert one.returncode == 0 and "dealt to 2 ranks, as the run began; now there are 1" in one.stderr, one.stderr
-    back, _ = train(tmp_path, "plan", "--plan", "first.toml", "--set", "steps=10")
-    longer, _ = train(tmp_path, "none", "--set", "steps=10")
-    assert len(figures(longer)) == 3  # steps 8, 10 and the validation
-    assert [figures(one.stderr)[0].replace("/8 ", "/10 "), *figures(back)] == figures(longer)
+    assert len(figures(one.stderr)) == 2  # step 8 and the validation
 
 
 @pytest.mark.parametrize(
