@@ -97,15 +97,12 @@ def plot(curves: Sequence[Curve], *, title: str, flops: tuple[float, str] = TERA
     def px(length: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (math.log2(length) - low) / (high - low)
 
-    ticks = _ticks(peak * factor)
+    ticks = svg.ticks(peak * factor)
 
     def py(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value * factor / ticks[-1])
 
-    parts = []
-    for tick in ticks:
-        y = py(tick / factor)
-        parts += [svg.line(LEFT, y, WIDTH - RIGHT, y, "grid"), svg.text(LEFT - 6, y + 4, number(tick), "tick end")]
+    parts = svg.height_axis(ticks, lambda tick: py(tick / factor), LEFT, WIDTH - RIGHT)
     parts += _length_axis(lengths, px)
     parts.append(
         svg.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "mean length of the longer side, rows", "axis middle")
@@ -159,10 +156,3 @@ def _length_axis(lengths: Sequence[float], px: Any) -> list[str]:
     shown = powers if len(powers) > 1 else [lengths[0], lengths[-1]]
     every = max(1, math.ceil(len(shown) / 8))
     return [svg.text(px(one), HEIGHT - BOTTOM + 16, number(round(one)), "tick middle") for one in shown[::every]]
-
-
-def _ticks(peak: float) -> list[float]:
-    """Round steps from 0 to above `peak`, four to eight of them."""
-    power = 10.0 ** math.floor(math.log10(peak / 4))
-    step = next(power * one for one in (1, 2, 2.5, 5, 10) if peak / (power * one) <= 6)
-    return [step * k for k in range(math.ceil(peak / step) + 1)]

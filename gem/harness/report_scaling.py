@@ -156,15 +156,12 @@ def plot(found: Sequence[Plan], metric: str, factor: float, unit: str, title: st
     def px(ranks: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (math.log2(ranks) - low) / (high - low)
 
-    ticks = _ticks(peak)
+    ticks = svg.ticks(peak)
 
     def py(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value * factor / ticks[-1])
 
-    parts = []
-    for tick in ticks:
-        y = py(tick / factor)
-        parts += [svg.line(LEFT, y, WIDTH - RIGHT, y, "grid"), svg.text(LEFT - 6, y + 4, number(tick), "tick end")]
+    parts = svg.height_axis(ticks, lambda tick: py(tick / factor), LEFT, WIDTH - RIGHT)
     parts += [svg.text(px(count), HEIGHT - BOTTOM + 16, number(count), "tick middle") for count in counts]
     parts.append(svg.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "ranks", "axis middle"))
     parts.append(svg.text(4, TOP - 17, unit, "axis"))
@@ -188,12 +185,3 @@ def plot(found: Sequence[Plan], metric: str, factor: float, unit: str, title: st
         f"{plan.label}: " + ", ".join(f"{number(v * factor)} on {r}" for r, v in plan.points(metric)) for plan in found
     )
     return svg.drawing(WIDTH, max(HEIGHT, math.ceil(previous + 6)), title, f"{unit} by ranks. {told}.", parts)
-
-
-def _ticks(peak: float) -> list[float]:
-    """Round steps from 0 to ``peak`` or above, three to seven of them."""
-    if peak <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(peak / 3))
-    step = next(power * one for one in (1, 2, 2.5, 5, 10) if peak / (power * one) <= 6)
-    return [step * k for k in range(math.ceil(peak / step - 1e-9) + 1)]

@@ -1,7 +1,7 @@
 """What the report's plots are drawn of: SVG text in the page's CSS classes; every text is escaped here."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Literal
 
@@ -29,6 +29,24 @@ def shorten(text: str, limit: int) -> str:
     """The text on one line, cut to `limit` characters with an ellipsis."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def ticks(peak: float) -> list[float]:
+    """Round steps from 0 to ``peak`` or above, four to eight of them; 0 and 1 where there is nothing to show."""
+    if peak <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(peak / 4))
+    step = next(power * one for one in (1, 2, 2.5, 5, 10) if peak / (power * one) <= 6)
+    return [step * k for k in range(math.ceil(peak / step - 1e-9) + 1)]
+
+
+def height_axis(marks: Sequence[float], y_of: Callable[[float], float], left: float, right: float) -> list[str]:
+    """A line across and a number for each of ``marks``, which ``y_of`` places."""
+    parts = []
+    for mark in marks:
+        y = y_of(mark)
+        parts += [line(left, y, right, y, "grid"), text(left - 6, y + 4, number(mark), "tick end")]
+    return parts
 
 
 def text(x: float, y: float, words: str, kind: str, tip: str = "") -> str:

@@ -10,6 +10,7 @@ Legend: N ids, V distinct ones, K bags, R rows of a shard, D columns of a table,
 rank is handed, G owners, C groups of tables.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Self
@@ -122,7 +123,7 @@ class Roads:
         self.plain = len(groups) == 1 and not groups[0].by_column
 
 
-class Lane:
+class Lane(ABC):
     """One group's part of a route."""
 
     to: list[int]  # rows that come back, by owner
@@ -149,9 +150,9 @@ class Lane:
             return torch.cat(list(blocks))
         return torch.cat([blocks[place] for place in self.roads.place_of], 1)
 
+    @abstractmethod
     def gradients_by_place(self) -> list[Tensor]:
         """Of the rows that each place gave."""
-        raise NotImplementedError
 
     def outgoing_gradients(self) -> Tensor | None:
         """All of them that go to others, where they lie one behind the other."""

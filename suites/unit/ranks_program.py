@@ -91,7 +91,10 @@ def _befall(loop: Any, fault: Fault) -> None:
                 time.sleep(10_000)
             if fault.kind == "raise":
                 raise LookupError("a shelf is empty")
-            return batch.take(0, 0) if fault.kind == "empty" else batch
+            if fault.kind == "empty":
+                print(f"rank {rank} gets none of its {len(batch)} samples of step {fault.step}", file=sys.stderr)
+                return batch.take(0, 0)
+            return batch
 
     loop.Lanes = Befallen
 

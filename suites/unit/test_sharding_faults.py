@@ -179,7 +179,8 @@ def test_fewer_batches_end_all_together_and_cost_no_step(folder, reference):
 
 def test_a_rank_with_an_empty_batch_takes_part_in_the_step(folder, reference):
     """In pieces too, of which a rank with too few samples has empty ones."""
-    came_through(folder / "empty", 2, Fault("empty", step=3), plan=PLAN, pieces=3)
+    said = came_through(folder / "empty", 2, Fault("empty", step=3), plan=PLAN, pieces=3)
+    assert said.count("rank 1 gets none of its 8 samples of step 3") == 1
     same(folder / "empty", reference[0])
 
 
@@ -243,7 +244,8 @@ def test_a_run_of_one_process_goes_on_by_a_plan(folder):
     whole, place = folder / "one", folder / "one_and_more"
     alone(whole, **small)
     alone(place, **small, steps=5)
-    came_through(place, 4, None, **small)
+    said = came_through(place, 4, None, **small)
+    assert said.count("dealt to 1 ranks, as the run began; now there are 4") == 1
     same(place, whole)
 
 
