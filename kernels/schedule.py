@@ -65,6 +65,15 @@ class Batch:
         what = (side, block) if sorted else (side, block, "in the batch's order")
         return _cached(self, what, lambda: _build(self, side, block, sorted))
 
+    def samples(self, most_q: int | None = None, most_k: int | None = None, beyond: bool = False) -> Tensor:
+        """The list of whole samples, the most work first: int32 [B + 2, FIELDS], records as in ``tiles`` with row 0.
+
+        Those without queries or without keys are among them. What lies behind the last offsets is two records of sample
+        B: one of queries that see nothing, one of keys that nothing sees. Records past a limit name no sample and stand
+        last; with ``beyond`` those within all limits do.
+        """
+        return _cached(self, ("samples", most_q, most_k, beyond), lambda: _whole(self, most_q, most_k, beyond))
+
     def blocks(self, block: int) -> "Batch":
         """Each ``block`` rows of each sample, counted from its start, as a sample of their own; q and k the same."""
         if self.size == 0:
@@ -93,6 +102,27 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
     if not sorted:
         return records
     work = _visited(batch, side, q_lens, k_lens, sample, row, block)
+    return records[torch.argsort(work, descending=True, stable=True)].contiguous()
+
+
+def _whole(batch: Batch, most_q: int | None, most_k: int | None, beyond: bool) -> Tensor:
+    q_lens, k_lens = _lengths(batch)
+    nothing = torch.zeros_like(q_lens[:1])
+    q_len = torch.cat([q_lens, nothing])
+    k_len = torch.cat([k_lens[:-1], nothing, k_lens[-1:]])
+    k_start = torch.cat([batch.k_offsets.long(), batch.k_offsets[-1:].long()])
+    starts = torch.zeros_like(batch.k_offsets) if batch.q_offsets is None else batch.q_offsets
+    q_start = torch.cat([starts.long(), starts[-1:].long()])
+    sample = torch.arange(q_len.shape[0], device=q_len.device).clamp(max=batch.size)
+    within = torch.ones_like(sample, dtype=torch.bool)
+    for lens, most in ((q_len, most_q), (k_len, most_k)):
+        if most is not None:
+            within &= lens <= most
+    there = ~within if beyond else within
+    sample = torch.where(there, sample, NO_SAMPLE)
+    unused = torch.zeros_like(sample)
+    records = torch.stack((sample, unused, q_start, q_len, k_start, k_len, unused, unused), 1).to(torch.int32)
+    work = torch.where(there, q_len * k_len + q_len + k_len, -1)
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
 
 

@@ -110,6 +110,34 @@ def test_shapes_alone_decide_how_long_a_list_is(batch_and_lens, side, block, ran
     assert len(lens) == batch.size + 1
 
 
+limits = st.sampled_from([None, 0, 1, 20, 64])
+
+
+@PROPERTY
+@given(batches(), limits, limits)
+def test_each_sample_is_within_the_limits_or_beyond_them(batch_and_lens, most_q, most_k):
+    batch, lens = batch_and_lens
+    q_starts = [0] * len(lens) if batch.shared else [0, *accumulate(q for q, _ in lens)]
+    k_starts = [0, *accumulate(k for _, k in lens)]
+    rest_q, rest_k = lens[-1]
+    whole = [[i, 0, q_starts[i], q, k_starts[i], k, 0, 0] for i, (q, k) in enumerate(lens[:-1])]
+    last = batch.size
+    whole += [[last, 0, q_starts[last], q, k_starts[last], k, 0, 0] for q, k in ((rest_q, 0), (0, rest_k))]
+
+    def fits(record: list[int]) -> bool:
+        return (most_q is None or record[3] <= most_q) and (most_k is None or record[5] <= most_k)
+
+    for beyond in (False, True):
+        expected = [record for record in whole if fits(record) != beyond]
+        expected.sort(key=lambda record: -(record[3] * record[5] + record[3] + record[5]))
+        found = batch.samples(most_q, most_k, beyond)
+        assert found.dtype == torch.int32 and found.is_contiguous()
+        records = found.tolist()
+        assert len(records) == batch.size + 2  # of lengths nothing is known on the host
+        assert records[: len(expected)] == expected
+        assert all(record[0] == NO_SAMPLE for record in records[len(expected) :])
+
+
 @PROPERTY
 @given(batches(smallest=1), blocks)
 def test_blocks_are_samples_of_their_own(batch_and_lens, block):
