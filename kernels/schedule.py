@@ -195,7 +195,7 @@ def _cached(batch: Batch, what: tuple, build):
         offsets, state = (batch.k_offsets, batch.q_offsets), (k_state, _state(batch.q_offsets))
     if None in state:
         return build()
-    key = (*what, state, batch.q_offsets is None, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
+    key = (state, what, batch.q_offsets is None, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
     owner = offsets[0]
     entry = _kept.get(id(owner))
     if entry is None or entry[0]() is not owner:
@@ -227,7 +227,7 @@ def _state(offsets: Tensor) -> tuple | None:
 def _forget_older(lists: dict, state: tuple) -> None:
     """Drop lists whose offsets were written to since or are gone, and the oldest where there are many."""
     for key, (owners, _) in list(lists.items()):  # a copy: another thread may be adding
-        changed = any(old[0] == new[0] and old[1] != new[1] for old in key[2] for new in state)
+        changed = any(old[0] == new[0] and old[1] != new[1] for old in key[0] for new in state)
         if changed or any(owner() is None for owner in owners):
             lists.pop(key, None)
     while len(lists) >= _MOST_LISTS:

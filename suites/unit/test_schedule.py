@@ -190,15 +190,18 @@ def test_layers_share_a_list_and_other_questions_get_their_own():
 
 
 @pytest.mark.parametrize("written", ["q", "k"])
-def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(written):
+@pytest.mark.parametrize("ask", [
+    lambda batch: batch.tiles("q", 4), lambda batch: batch.tiles("q", 4, sorted=False), lambda batch: batch.samples(5),
+], ids=["sorted", "unsorted", "samples"])  # fmt: skip
+def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(written, ask):
     q, k = offsets([6, 8]), offsets([6, 8])
     for turn in range(5):
-        tiles = Batch(q, k, 14, 14).tiles("q", 4)
-        assert sorted(tiles.tolist()) == sorted(Batch(q.clone(), k.clone(), 14, 14).tiles("q", 4).tolist())
+        tiles = ask(Batch(q, k, 14, 14))
+        assert sorted(tiles.tolist()) == sorted(ask(Batch(q.clone(), k.clone(), 14, 14)).tolist())
         old = weakref.ref(tiles)
         del tiles
         (q if written == "q" else k)[1] += (-1) ** turn * (turn + 1)
-        Batch(q, k, 14, 14).tiles("q", 4)
+        ask(Batch(q, k, 14, 14))
         gc.collect()
         assert old() is None
 
