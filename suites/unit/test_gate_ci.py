@@ -40,10 +40,10 @@ def worktrees() -> str:
     ).stdout
 
 
-def gate(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def gate(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     assert ROOT is not None
     command = [str(ROOT / "ci" / "gate"), *map(str, words)]
-    return subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, env=environment(folder) | variables, capture_output=True, text=True, timeout=400)
 
 
 def left_in(folder: Path) -> list[str]:
@@ -198,3 +198,16 @@ def test_a_round_whose_side_cannot_run_says_which_and_why(tmp_path: Path) -> Non
     sides = [Side("base", lost, ROOT), Side("new", ROOT, ROOT)]
     with pytest.raises(RequestError, match=r"round 1: gem run of the base ended with \d+: .*"):
         run_round(sides, 1, tmp_path / "out", ["suites/throughput/none.toml"])
+
+
+def test_a_python_that_is_named_is_used_as_it_is(tmp_path: Path) -> None:
+    """A GPU machine without a network has torch and no .venv: nothing is set up then, and gem need not be installed."""
+    assert ROOT is not None
+    words = ("HEAD", "--out", tmp_path / "out", "--", "-k", "nothing_like_it")
+    done = gate(tmp_path, *words, PYTHON=str(ROOT / ".venv/bin/python"))
+    assert done.returncode == 2 and "no case" in done.stderr and "[setup]" not in done.stderr
+    (tmp_path / "empty").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "empty").chmod(0o755)
+    for python, said in (("/nowhere/python", "no such program"), (str(tmp_path / "empty"), "has not the packages")):
+        done = gate(tmp_path, *words, PYTHON=python)
+        assert done.returncode == 2 and said in done.stderr
