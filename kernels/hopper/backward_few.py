@@ -76,7 +76,7 @@ def run(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
     activation: str, qk_scale: float, out_scale: float = 1.0, rows: int = 64, variant: Few | None = None,
 ) -> None:  # fmt: skip
-    """Gradients of samples of up to ``rows`` queries (32 or 64) into dq, dk, dv, all contiguous.
+    """Gradients of samples of up to ``rows`` queries (32 or 64; a ``variant`` has its own) into dq, dk, dv, contiguous.
 
     Rows of other samples, ``batch.samples(most_q=rows, beyond=True)``, stay as they are. ``dq`` is of q's type or fp32,
     for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
@@ -275,6 +275,8 @@ def _backward_few(
     scale, out_scale, SLOTS: gl.constexpr, BUFFERS: gl.constexpr, CLAIMS: gl.constexpr, ACT: gl.constexpr,
     FOLD: gl.constexpr, LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
+    # A tile's buffers come back when the next one's products have begun.
+    gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], q_desc.layout)
     d_out_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], d_out_desc.layout)
