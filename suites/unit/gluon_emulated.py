@@ -91,7 +91,7 @@ def _bound(value: Any, known: dict[int, Any]) -> Any:
         if value is real:
             return here
     if getattr(value, "__triton_builtin__", False):  # of the kernel's own module
-        return getattr(_OWN_BUILTINS, value.__name__)
+        return getattr(_OWN_BUILTINS, value.__name__.strip("_"))
     return value
 
 
@@ -145,7 +145,11 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         return next((name for name, value in frame.f_locals.items() if value is made[0]), "an allocation")
 
     shape = [int(x) for x in shape]
-    made.append(_Barriers(name, shape[0]) if layout is _BARRIERS else _Buffer.allocate(name, shape, dtype, layout))
+    made.append(
+        _Barriers(name, shape[0])
+        if layout is _BARRIERS and dtype == torch.int64
+        else _Buffer.allocate(name, shape, dtype, layout)
+    )
     return made[0]
 
 
@@ -168,10 +172,10 @@ def _warp_specialize(parts: list[tuple[Any, tuple]], warps: list[int], registers
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
-    flat, at, wanted = pointer.elements(mask)
-    if at.dim() == 0:
-        value = other if wanted is not None and not bool(wanted) else flat[at].item()
+    if isinstance(pointer.at, int):
+        value = pointer.item() if mask is None or mask else other
         return Int(value) if isinstance(value, int) else value
+    flat, at, wanted = pointer.elements(mask)
     value = flat[at if wanted is None else torch.where(wanted, at, 0)]
     return Tile(value if wanted is None else torch.where(wanted, value, raw(other)))
 
@@ -258,7 +262,7 @@ def _assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure:
         raise Fault(f"suites/unit/gluon_emulated.py has {len(found)} things that stand for this assembly:\n{text}")
     if not is_pure:
         machine = _machine()
-        worker = machine.turn()
+        worker = machine.turn(polls="ld.acquire" in text)
         if "cp.async.bulk.wait_group 0;" in text:
             wait_written(machine, worker)
     result = found[0](*(raw(x) for x in args))
@@ -327,16 +331,22 @@ def _copy_in(
 ) -> None:
     _check_tile(desc, into)
     if pred:
-        desc.part(at)
         copy_in(machine, into, barrier, lambda: desc.read(at), desc.block_type.nbytes)
 
 
 def _copy_out(machine, worker, desc: Descriptor, at: list[int], source: Shared, add: bool = False) -> None:
     _check_tile(desc, source)
+    inside, region = desc.region(at)
     part = source
-    for dim, inside in enumerate(desc.part(at)):
-        part = part.slice(inside.start, inside.stop - inside.start, dim)
-    Store(machine, worker, part, lambda value: desc.write(at, value, add))
+    for dim, (x, size) in enumerate(zip(inside, source.shape, strict=True)):
+        if x.stop - x.start < size:
+            part = part.slice(x.start, x.stop - x.start, dim)
+
+    def put(value: Tensor) -> None:
+        if region is not None:
+            region.copy_(region.float() + value if add else value)
+
+    Store(machine, worker, part, put)
 
 
 def _add_out(machine, worker, desc: Descriptor, at: list[int], source: Shared) -> None:
@@ -389,7 +399,7 @@ _TMA = _Names(
     async_copy_global_to_shared=_on_turn(_copy_in), async_copy_shared_to_global=_on_turn(_copy_out),
     store_wait=_on_turn(wait_stores),
 )  # fmt: skip
-_OWN_BUILTINS = _Names(_add_to_global=_on_turn(_add_out))
+_OWN_BUILTINS = _Names(add_to_global=_on_turn(_add_out))
 _STANDS_FOR = [
     (gl, _GL), (tl, _GL), (hopper.mbarrier, _MBARRIER), (hopper.tma, _TMA),
     (hopper.fence_async_shared, _on_turn(_fence)), (hopper.warpgroup_mma, _on_turn(_multiply)),

@@ -7,10 +7,10 @@ reads its operands or ends. So a seed is one of the orders that the hardware may
 What cannot be seen: races between warps of one partition, layouts, the compiler's own reordering, speed.
 """
 
+import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from gluon_memory import Fault, Race, Shared
@@ -32,15 +32,6 @@ _MOST_STEPS = 2_000_000
 # -- who is next -------------------------------------------------------------------------------------------------------
 
 
-class Event:
-    """Something that a unit does at some time; ``weight``: how soon."""
-
-    __slots__ = ("action", "weight")
-
-    def __init__(self, action: Callable[[], None], weight: float) -> None:
-        self.action, self.weight = action, weight
-
-
 class Signal:
     """Workers that wait for something to change."""
 
@@ -51,7 +42,7 @@ class Signal:
 
     def tell(self) -> None:
         for worker in self.waiting:
-            worker.machine.ready.append(worker)
+            worker.machine.schedule(worker)
         self.waiting.clear()
 
 
@@ -60,7 +51,10 @@ class Worker:
 
     def __init__(self, machine: "Machine", name: str, program: int, body: Callable[[], None]) -> None:
         self.machine, self.name, self.program, self.body = machine, name, program, body
-        self.weight = machine.draw_pace()
+        self.pace = machine.draw_pace()
+        self.polls = (
+            0  # looks at a flag, one after the other: each takes twice as long, so that no order takes for ever
+        )
         self.coroutine = greenlet(self._live, machine.hub)
         self.waits_for: Callable[[], str] | None = None
         self.done = False
@@ -83,36 +77,48 @@ class Worker:
 
 
 class Machine:
-    """Workers and units, and the order in which they go on.
+    """Workers and units, and when they go on: after a random time each, longer or shorter by who it is.
 
-    Seeds differ in character too: by their remainder by 4 the units' pace is mixed, so slow that they act when nobody
-    else can, or so fast that nothing waits for them; or partitions differ in pace by up to a million.
+    Seeds differ in character too: by their remainder by 4 the units' times are mixed, so long that they act when nobody
+    else can, or so short that nothing waits for them; or partitions differ in pace by up to a million.
     """
 
     def __init__(self, seed: int, programs: int) -> None:
         self.random = random.Random(seed)
         self.programs = programs
         self.hub = getcurrent()
-        self.ready: list[Any] = []
         self.workers: list[Worker] = []
         self.current: Worker | None = None
-        self.steps = 0
-        self._unit_pace = {1: 1e-6, 2: 1e6}.get(seed % 4, 1.0)
+        self._unit_pace = {1: 1e9, 2: 1e-9}.get(seed % 4, 1.0)
         self._spread = 6.0 if seed % 4 == 3 else 2.0
+        self._now = 0.0
+        self._steps = 0
+        self._coming: list[tuple[float, int, Worker | Callable[[], None]]] = []  # a heap
 
     def draw_pace(self) -> float:
-        return 10.0 ** -(self._spread * self.random.random())
+        return 10.0 ** (self._spread * self.random.random())
 
     def spawn(self, name: str, program: int, body: Callable[[], None]) -> Worker:
         worker = Worker(self, name, program, body)
         self.workers.append(worker)
-        self.ready.append(worker)
+        self.schedule(worker)
         return worker
+
+    def schedule(self, worker: Worker) -> None:
+        self._put(worker.pace * self.random.random() * 2.0**worker.polls, worker)
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Have a unit do something at some time."""
+        self._put(self._unit_pace * 10.0 ** (3.0 * self.random.random()), action)
+
+    def _put(self, delay: float, what: "Worker | Callable[[], None]") -> None:
+        self._steps += 1
+        heapq.heappush(self._coming, (self._now + delay, self._steps, what))
 
     def run(self) -> None:
         """Until all workers are done and all units at rest."""
         try:
-            while self.ready:
+            while self._coming:
                 self._step()
             stuck = [f"{w.name} waits for {w.waits_for()}" for w in self.workers if not w.done and w.waits_for]
             if stuck:
@@ -123,41 +129,34 @@ class Machine:
                     worker.coroutine.throw()
 
     def _step(self) -> None:
-        self.steps += 1
-        if self.steps > _MOST_STEPS:
+        if self._steps > _MOST_STEPS:
             raise Fault(f"no end after {_MOST_STEPS} steps")
-        if self.steps % 64 == 0:
-            self.random.choice(self.workers).weight = self.draw_pace()
-        ready = self.ready
-        chosen = self.random.choices(ready, [x.weight for x in ready])[0] if len(ready) > 1 else ready[0]
-        if isinstance(chosen, Event):
-            ready.remove(chosen)
-            chosen.action()
+        if self.random.random() < 0.02:
+            self.random.choice(self.workers).pace = self.draw_pace()
+        self._now, _, what = heapq.heappop(self._coming)
+        if not isinstance(what, Worker):
+            what()
             return
-        self.current = chosen
-        chosen.coroutine.switch()
-        if chosen.coroutine.dead:
-            ready.remove(chosen)
+        self.current = what
+        what.coroutine.switch()
+        if not what.waits_for and not what.coroutine.dead:
+            self.schedule(what)
 
-    def turn(self) -> Worker:
-        """Called by the worker that runs, and returned: let others go first, or not."""
+    def turn(self, polls: bool = False) -> Worker:
+        """Called by the worker that runs, and returned: others may go first."""
         worker = self.current
         assert worker is not None
+        worker.polls = worker.polls + 1 if polls else 0
         self.hub.switch()
         return worker
 
     def wait(self, worker: Worker, signal: Signal, reached: Callable[[], bool], what: Callable[[], str]) -> None:
         """Go on when ``reached``, which ``signal`` tells to look at again."""
         while not reached():
-            self.ready.remove(worker)
             signal.waiting.append(worker)
             worker.waits_for = what
             self.hub.switch()
             worker.waits_for = None
-
-    def later(self, action: Callable[[], None]) -> None:
-        """Have a unit do something at some time."""
-        self.ready.append(Event(action, self._unit_pace * 10.0 ** -(2.5 * self.random.random())))
 
 
 # -- barriers ----------------------------------------------------------------------------------------------------------

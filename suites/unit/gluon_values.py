@@ -135,6 +135,12 @@ class Pointer:
             raise Fault(f"an address has 64 bits, not those of {dtype}")
         return self
 
+    def item(self) -> Any:
+        """Of one element."""
+        if not 0 <= self.at < self.tensor.numel():
+            raise Fault(f"element {self.at} of a tensor of {self.tensor.numel()}")
+        return self.tensor.view(-1)[self.at].item()
+
     def elements(self, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the tensor in one row, places in it, which of them count); refused where one lies outside."""
         flat = self.tensor.view(-1)
@@ -159,33 +165,23 @@ class Descriptor:
     def read(self, at: list[int]) -> Tensor:
         """A tile in fp32, zeros outside."""
         tile = torch.zeros(self.block_shape)
-        part, region = self._region(at)
+        part, region = self.region(at)
         if region is not None:
-            tile[part] = region.to(torch.float32)
+            tile[part] = region
         return tile
 
-    def part(self, at: list[int]) -> tuple[slice, ...]:
-        """What of a tile lies inside."""
-        return self._region(at)[0]
-
-    def write(self, at: list[int], value: Tensor, add: bool = False) -> None:
-        """``value``: what of a tile lies inside."""
-        _, region = self._region(at)
-        if region is not None:
-            region.copy_(region.float() + value if add else value)
-
-    def _region(self, at: list[int]) -> tuple[tuple[slice, ...], Tensor | None]:
-        at = [int(x) for x in at]
+    def region(self, at: list[int]) -> tuple[tuple[slice, ...], Tensor | None]:
+        """What of a tile lies inside, and that part of the tensor."""
         if len(at) != len(self.sizes) or not all(_LOW <= x < _HIGH for x in at):
             raise Fault(f"{at} is no place in a tensor of {self.sizes}")
-        first = [max(-x, 0) for x in at]
-        last = [min(size - x, block) for x, size, block in zip(at, self.sizes, self.block_shape, strict=True)]
+        first = [-int(x) if x < 0 else 0 for x in at]
+        last = [min(size - int(x), n) for x, size, n in zip(at, self.sizes, self.block_shape, strict=True)]
         part = tuple(slice(a, max(a, b)) for a, b in zip(first, last, strict=True))
         counts = [x.stop - x.start for x in part]
         if 0 in counts:
             return part, None
         wrap = 2**64 // self.base.element_size()
-        start = sum((x + a) * stride for x, a, stride in zip(at, first, self.strides, strict=True)) % wrap
+        start = sum((int(x) + a) * stride for x, a, stride in zip(at, first, self.strides, strict=True)) % wrap
         steps = [stride if count > 1 else 0 for stride, count in zip(self.strides, counts, strict=True)]
         end = start + sum(step * (count - 1) for step, count in zip(steps, counts, strict=True))
         if end >= self._flat.numel():
