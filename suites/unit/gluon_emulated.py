@@ -274,7 +274,7 @@ _GL = _Names(
     int64=torch.int64, constexpr=None,
     NVMMADistributedLayout=_no_layout, NVMMASharedLayout=_no_layout, DotOperandLayout=_no_layout,
     SliceLayout=_no_layout, BlockedLayout=_no_layout, SwizzledSharedLayout=_no_layout,
-    program_id=lambda axis: Int(_machine().current.program if axis == 0 else 0),
+    program_id=lambda axis: Int(_machine().running().program if axis == 0 else 0),
     num_programs=lambda axis: Int(_machine().programs if axis == 0 else 1),
     zeros=lambda shape, dtype, layout=None: Tile(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, value, dtype, layout=None: Tile(torch.full(shape, value, dtype=dtype)),
@@ -375,7 +375,7 @@ def _multiply(
     rows, columns = acc.source.shape if isinstance(acc.source, Product) else acc.shape
     if [rows, b.shape[0]] != a.shape or b.shape[1] != columns or a.dtype != b.dtype:
         raise Fault(f"{worker.name} multiplies {a.dtype} {a.shape} by {b.dtype} {b.shape} into {[rows, columns]}")
-    operand = a.read_async if isinstance(a, Shared) else lambda who: a.value
+    operand = a if isinstance(a, Shared) else lambda: a.value
     before = acc.source if isinstance(acc.source, Product) else acc.value
     product = Tile(Product(machine, worker, operand, b, before if use_acc else None, [rows, columns]))
     return product if is_async else _wait_products(machine, worker, 0, [product])

@@ -87,10 +87,12 @@ def gradients(
     q, k, v, d_out = (torch.nan_to_num(t.double()) for t in (x.q, x.k, x.v, x.d_out))
     if lengths.shared:
         q = q.repeat(len(lengths.k), 1, 1)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
     how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
-    out = reference.gdpa(*leaves, offsets(lengths.q_lens), offsets(lengths.k), **how)
-    return (out.detach(), *torch.autograd.grad(out, leaves, d_out))
+    out = reference.gdpa(q, k, v, offsets(lengths.q_lens), offsets(lengths.k), **how)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out)
+    return out.detach(), dq, dk, dv
 
 
 def assert_near(got: Tensor, right: Tensor, lens: Sequence[int], name: str, most: float = 1e-2) -> None:

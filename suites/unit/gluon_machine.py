@@ -142,10 +142,13 @@ class Machine:
         if not what.waits_for and not what.coroutine.dead:
             self.schedule(what)
 
+    def running(self) -> Worker:
+        assert self.current is not None
+        return self.current
+
     def turn(self, polls: bool = False) -> Worker:
         """Called by the worker that runs, and returned: others may go first."""
-        worker = self.current
-        assert worker is not None
+        worker = self.running()
         worker.polls = worker.polls + 1 if polls else 0
         self.hub.switch()
         return worker
@@ -235,33 +238,38 @@ class Loaded:
         self.dtype, self.shape = source.dtype, source.shape
         self._read = lambda: source.read(lambda: f"a load of {worker.name}").to(source.dtype)
         self._value: Tensor | None = None
-        machine.later(self.value)
+        machine.later(self._arrive)
 
     def value(self) -> Tensor:
         if self._value is None:
             self._value = self._read()
         return self._value
 
+    def _arrive(self) -> None:
+        self.value()
+
 
 class Product:
-    """a b + acc, by the tensor core: operands are read at some time until it ends, one after the other in the queue."""
+    """a b + acc, by the tensor core, one after the other: what it reads must stay until it has ended.
+
+    Of ``a`` in registers it is given how to get it, of shared memory the place.
+    """
 
     dtype = torch.float32
 
     def __init__(
-        self, machine: Machine, worker: Worker, a: Callable[[Callable[[], str]], Tensor], b: Shared,
+        self, machine: Machine, worker: Worker, a: "Shared | Callable[[], Tensor]", b: Shared,
         acc: "Tensor | Product | None", shape: list[int],
     ) -> None:  # fmt: skip
         self.machine, self.worker, self.a, self.b, self.acc, self.shape = machine, worker, a, b, acc, shape
         self.waited = False
-        self._operands: tuple[Tensor, Tensor] | None = None
+        self._read_a = a.read_async(self.text) if isinstance(a, Shared) else None
+        self._read_b = b.read_async(self.text)
         self._result: Tensor | None = None
         worker.issued.append(self)
         worker.queue.append(self)
-        if machine.random.random() < 0.25:
-            self._read()
         if len(worker.queue) == 1:
-            machine.later(self._go_on)
+            machine.later(self._end)
 
     def text(self) -> str:
         return f"a product of {self.worker.name} with {self.b.name()}"
@@ -275,22 +283,22 @@ class Product:
         assert self._result is not None
         return self._result
 
-    def _read(self) -> None:
-        self._operands = self.a(self.text).float(), self.b.read_async(self.text)
-
-    def _go_on(self) -> None:
-        if self._operands is None:
-            self._read()
-            self.machine.later(self._go_on)
-            return
-        a, b = self._operands
-        self._result = a @ b
+    def _end(self) -> None:
+        if self._read_a is None:
+            assert not isinstance(self.a, Shared)
+            a = self.a().float()
+        else:
+            assert isinstance(self.a, Shared)
+            a = self._read_a
+            self.a.unchanged(a, self.text)
+        self.b.unchanged(self._read_b, self.text)
+        self._result = a @ self._read_b
         if self.acc is not None:
             self._result += self.acc.result() if isinstance(self.acc, Product) else self.acc
         queue = self.worker.queue
         queue.popleft()
         if queue:
-            self.machine.later(queue[0]._go_on)
+            self.machine.later(queue[0]._end)
         self.worker.moved.tell()
 
 
@@ -320,6 +328,7 @@ class Store:
     def __init__(self, machine: Machine, worker: Worker, source: Shared, put: Callable[[Tensor], None]) -> None:
         self.machine, self.worker, self.source, self.put = machine, worker, source, put
         self.read = False
+        self._value = source.read_async(self.text)
         worker.stores.append(self)
         worker.unwritten.append(self)
         machine.later(self._read)
@@ -328,13 +337,13 @@ class Store:
         return f"a store of {self.worker.name} from {self.source.name()}"
 
     def _read(self) -> None:
-        value = self.source.read_async(self.text)
+        self.source.unchanged(self._value, self.text)
         self.read = True
         self.worker.moved.tell()
-        self.machine.later(lambda: self._write(value))
+        self.machine.later(self._write)
 
-    def _write(self, value: Tensor) -> None:
-        self.put(value)
+    def _write(self) -> None:
+        self.put(self._value)
         self.worker.unwritten.remove(self)
         self.worker.moved.tell()
 

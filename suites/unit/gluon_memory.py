@@ -38,17 +38,16 @@ _MEANS = {
 _NAN, _BELOW_ALL = 0x7FC00A00, -(2**40)
 
 
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32) if x.is_floating_point() else x
+
+
 def _trap(x: Tensor, kind: Trap) -> None:
-    if x.is_floating_point():
-        x.view(torch.int32).fill_(_NAN + kind)
-    else:
-        x.fill_(_BELOW_ALL + kind)
+    _bits(x).fill_((_NAN if x.is_floating_point() else _BELOW_ALL) + kind)
 
 
 def _holds(x: Tensor, kind: Trap) -> bool:
-    if x.is_floating_point():
-        return bool((x.view(torch.int32) == _NAN + kind).any())
-    return bool((x == _BELOW_ALL + kind).any())
+    return bool((_bits(x) == (_NAN if x.is_floating_point() else _BELOW_ALL) + kind).any())
 
 
 def _refuse_trapped(x: Tensor, who: Callable[[], str], where: Callable[[], str]) -> None:
@@ -114,13 +113,19 @@ class Shared:
 
     def read(self, who: Callable[[], str]) -> Tensor:
         """What an instruction gets."""
-        return self._read(self.own, who)
+        return self._copy(self.own, who)
 
     def read_async(self, who: Callable[[], str]) -> Tensor:
-        """What an asynchronous unit gets."""
-        return self._read(self.seen, who)
+        """What an asynchronous unit gets, if this is ``unchanged`` when it is done."""
+        return self._copy(self.seen, who)
 
-    def _read(self, x: Tensor, who: Callable[[], str]) -> Tensor:
+    def unchanged(self, since: Tensor, who: Callable[[], str]) -> None:
+        """Refused if this is not what ``read_async`` gave."""
+        if not torch.equal(_bits(self.seen), _bits(since)):
+            self._copy(self.seen, who)
+            raise Race(f"{who()} reads {self.name()}: something else was written there in the meantime")
+
+    def _copy(self, x: Tensor, who: Callable[[], str]) -> Tensor:
         copy = x.clone(memory_format=torch.contiguous_format)
         _refuse_trapped(copy, who, self.name)
         return copy
