@@ -36,6 +36,7 @@ _MEANS = {
     Trap.UNFENCED: "no fence_async_shared stands behind the instructions that wrote it",
 }
 _NAN, _BELOW_ALL = 0x7FC00A00, -(2**40)
+_NOBODYS = 1234567890
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -112,8 +113,11 @@ class Shared:
         return type(self)(self.name, of(self.own), of(self.seen), self.dtype, self.layout)
 
     def read(self, who: Callable[[], str]) -> Tensor:
-        """What an instruction gets."""
-        return self._copy(self.own, who)
+        """What an instruction gets. Numbers that nobody wrote are none of use, which a kernel may read and not use."""
+        if self.own.is_floating_point():
+            return self._copy(self.own, who)
+        fresh = self.own == _BELOW_ALL + Trap.FRESH
+        return self._copy(torch.where(fresh, _NOBODYS, self.own), who)
 
     def read_async(self, who: Callable[[], str]) -> Tensor:
         """What an asynchronous unit gets, if this is ``unchanged`` when it is done."""
