@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from gluon_machine import Barrier, Loaded, Machine, Product, Store, copy_in, wait_products, wait_stores, wait_written
 from gluon_memory import Fault, Shared
-from gluon_values import Descriptor, Int, Pointer, Tile, raw
+from gluon_values import Descriptor, Int, Pointer, PointerType, Tile, raw
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -171,7 +171,7 @@ def _warp_specialize(parts: list[tuple[Any, tuple]], warps: list[int], registers
     return result
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     if isinstance(pointer.at, int):
         value = pointer.item() if mask is None or mask else other
         return Int(value) if isinstance(value, int) else value
@@ -271,7 +271,7 @@ def _assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure:
 
 _GL = _Names(
     bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32, int1=torch.bool, int32=torch.int32,
-    int64=torch.int64, constexpr=None,
+    int64=torch.int64, pointer_type=PointerType, constexpr=None,
     NVMMADistributedLayout=_no_layout, NVMMASharedLayout=_no_layout, DotOperandLayout=_no_layout,
     SliceLayout=_no_layout, BlockedLayout=_no_layout, SwizzledSharedLayout=_no_layout,
     program_id=lambda axis: Int(_machine().running().program if axis == 0 else 0),

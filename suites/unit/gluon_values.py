@@ -116,12 +116,19 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Tile, f"__{_name}__", _tiled(getattr(operator, _name), False))
 
 
+class PointerType:
+    """What a pointer is of."""
+
+    def __init__(self, element: torch.dtype) -> None:
+        self.element_ty = element
+
+
 class Pointer:
     """An element of a tensor in global memory, or a tile of them; as a number (``to``) it stays one."""
 
     def __init__(self, tensor: Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, at
-        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+        self.dtype = self.type = PointerType(tensor.dtype)
 
     def __add__(self, offset: Any) -> "Pointer":
         if isinstance(offset, int):
@@ -160,6 +167,7 @@ class Descriptor:
         self.dtype = base.dtype
         nbytes = prod(block) * base.element_size()
         self.block_type = SimpleNamespace(nbytes=nbytes, shape=block, element_ty=base.dtype)
+        self.type = SimpleNamespace(block_type=self.block_type)
         self._flat = base.as_strided((_extent(base),), (1,))
 
     def read(self, at: list[int]) -> Tensor:
