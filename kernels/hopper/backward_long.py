@@ -66,17 +66,18 @@ class Variant:
 
     stages: int  # tiles of queries and d_out under way
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
-    ahead: bool = True  # the next tile's scores stand in the tensor core's queue while this one's dq is handed on
+    lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
+    early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
 
 
-VARIANTS = {64: Variant(4, kv_slots=2), 128: Variant(2, ahead=False)}
+VARIANTS = {64: Variant(4, kv_slots=2), 128: Variant(2, lag=False)}
 
 
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, AHEAD=int(variant.ahead), ACT=activation, FOLD=fold, LEAN=lean, D=head_dim,
-        STAGES=variant.stages, KV=variant.kv_slots, warps=4,
+        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), ACT=activation, FOLD=fold, LEAN=lean,
+        D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
         ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
@@ -163,43 +164,64 @@ def _scores(k, v, q_s, o_s, full, it, D: gl.constexpr, STAGES: gl.constexpr):
     q = q_s.index(stage).reshape([64, D]).permute((1, 0))
     d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
     scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-    d_weights = warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
-    return scores, d_weights
+    return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _products(
-    W: gl.constexpr, scores, d_weights, dk, dv, q_s, o_s, k_s, ds_s, empty, ds_full, sum_full, it, kv, scale, out_scale,
-    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+def _scores_ahead(
+    k, v, dk, dv, q_s, o_s, full, empty, it, EARLY: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """dk and dv with a tile's share, and this consumer's columns of its share of dq, still in the queue."""
-    A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_L: gl.constexpr = gl.DotOperandLayout(0, A_L, 2)
-    H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
-    dtype: gl.constexpr = q_s.dtype
-    stage = it % STAGES
+    """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
+
+    EARLY: the first one goes behind these, for which head_dim 128 leaves no registers.
+    """
+    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    stage = (it + 1) % STAGES
+    mbarrier.wait(full.index(stage), ((it + 1) // STAGES) & 1)
+    q = q_s.index(stage).reshape([64, D]).permute((1, 0))
+    d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    if EARLY:
+        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+    else:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True), dk, dv
+
+
+@gluon.jit
+def _weigh(
+    W: gl.constexpr, scores, d_weights, ds_s, ds_full, sum_full, it, scale, out_scale, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile and gradients of its scores as operands, the latter in shared memory too."""
+    P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    dtype: gl.constexpr = ds_s.dtype
     slot = it % 2
-    phase = (it // 2) & 1
     weights, d_scores = slopes_of(scores, d_weights, scale, out_scale, ACT, FOLD, LEAN, dtype)
     d_scores = d_scores.to(dtype)
-    p = gl.convert_layout(weights.to(dtype), P_L, assert_trivial=True)
+    weights = gl.convert_layout(weights.to(dtype), P_L, assert_trivial=True)
     # The other consumer's product of two tiles before has read this slot when its result was handed on.
-    mbarrier.wait(sum_full.index(slot * 2 + 1 - W), phase ^ 1)
+    mbarrier.wait(sum_full.index(slot * 2 + 1 - W), ((it // 2) & 1) ^ 1)
     ds_s.index(slot * 2 + W).store(d_scores)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot), count=1)
-    dp = gl.convert_layout(d_scores, P_L, assert_trivial=True)
-    dv_f = warpgroup_mma(p, o_s.index(stage).reshape([64, D]), dv, is_async=True)
-    dk_f = warpgroup_mma(dp, q_s.index(stage).reshape([64, D]), dk, is_async=True)
-    mbarrier.wait(ds_full.index(slot), phase)
-    k_0 = k_s.index(kv * 2).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    k_1 = k_s.index(kv * 2 + 1).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    dq_f = gl.zeros([64, D // 2], gl.float32, H_L)
-    dq_f = warpgroup_mma(ds_s.index(slot * 2).permute((1, 0)), k_0, dq_f, use_acc=False, is_async=True)
-    dq_f = warpgroup_mma(ds_s.index(slot * 2 + 1).permute((1, 0)), k_1, dq_f, is_async=True)
-    dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
-    mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv, dq_f
+    return weights, gl.convert_layout(d_scores, P_L, assert_trivial=True)
+
+
+@gluon.jit
+def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, D: gl.constexpr):
+    """A tile's share of dq, this consumer's half of the columns: two products in the queue."""
+    HALF: gl.constexpr = D // 2
+    slot = it % 2
+    mbarrier.wait(ds_full.index(slot), (it // 2) & 1)
+    k_0 = k_s.index(kv * 2).reshape([64, D]).slice(W * HALF, HALF, dim=1)
+    k_1 = k_s.index(kv * 2 + 1).reshape([64, D]).slice(W * HALF, HALF, dim=1)
+    dq = gl.zeros([64, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    dq = warpgroup_mma(ds_s.index(slot * 2).permute((1, 0)), k_0, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(slot * 2 + 1).permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon.jit
@@ -223,9 +245,9 @@ def _store(x_s, desc, x, end, at, column, D: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, AHEAD: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty,
-    kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
+    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s,
+    full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     it = 0
@@ -238,23 +260,38 @@ def _consumer(
         v = v_s.index(kv * 2 + W).reshape([64, D])
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
-        if AHEAD:
+        # Own values are read by nobody else, own keys by the other consumer's last product: they make room for dv, dk.
+        at, column = k_x + W * 64, head * D
+        if LAG:
             s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
-            for _ in range(1, n):
+            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+            p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
+            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
+            s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
+            it += 1
+            for _ in range(2, n):
                 s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-                dk, dv, dq_f = _products(
-                    W, s, dw, dk, dv, q_s, o_s, k_s, ds_s, empty, ds_full, sum_full, it, kv, scale, out_scale, ACT,
-                    FOLD, LEAN, D, STAGES,
-                )  # fmt: skip
-                s_f, dw_f = _scores(k, v, q_s, o_s, full, it + 1, D, STAGES)
+                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
+                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
                 dq = warpgroup_mma_wait(2, deps=[dq_f])
-                _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+                _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+                s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
                 it += 1
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-            dk, dv, dq_f = _products(
-                W, s, dw, dk, dv, q_s, o_s, k_s, ds_s, empty, ds_full, sum_full, it, kv, scale, out_scale, ACT, FOLD,
-                LEAN, D, STAGES,
-            )  # fmt: skip
+            p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
+            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=[dq_f])
+            _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+            dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
+            mbarrier.arrive(empty.index(it % STAGES), count=1)
+            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
             dq = warpgroup_mma_wait(0, deps=[dq_f])
             _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
             it += 1
@@ -262,17 +299,17 @@ def _consumer(
             for _ in range(n):
                 s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
                 s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-                dk, dv, dq_f = _products(
-                    W, s, dw, dk, dv, q_s, o_s, k_s, ds_s, empty, ds_full, sum_full, it, kv, scale, out_scale, ACT,
-                    FOLD, LEAN, D, STAGES,
-                )  # fmt: skip
+                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+                dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
                 it += 1
-        # Own values are read by nobody else, own keys by the other consumer's last product.
-        at, column = k_x + W * 64, head * D
-        dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-        _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
+            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
         mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
         dk = dk * slope_factor(scale, out_scale, ACT, FOLD, LEAN)
         _store(k_s.index(kv * 2 + W), dk_desc, dk, k_end, at, column, D)
@@ -296,7 +333,7 @@ def _producer(
     while n > 0:
         job = gl.atomic_add(state, 1, sem="relaxed")
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
-        n = gl.where(sample >= 0, gl.maximum((q_len + 63) // 64, 1), 0)
+        n = gl.where(sample >= 0, gl.maximum((q_len + 63) // 64, 2), 0)
         k_end = k_start + k_len
         k_x = END - k_len + row
         # Tiles that no query sees need not wait for each other: nobody reads their sums.
@@ -369,8 +406,8 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    AHEAD: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, KV: gl.constexpr,
+    LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -415,8 +452,8 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, AHEAD, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, AHEAD, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (0, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
             (_producer, (D, STAGES, KV) + produced),
             (_writer, (D,) + written),
         ],

@@ -1,9 +1,9 @@
 """Sums of dq over programs on Hopper, in fp32: adding a tile's share in a fixed order, and dq of the sums.
 
-A tile is 64 queries of a sample and a head. Tile i of a sample is number start // 64 + sample + i: no two are the same,
-and nothing must be read back to know how many there are. Its sums lie in the order in which registers hold them,
-[consumer, column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2]: a thread writes 16 bytes at a time,
-without bank conflicts, and the copy engine one block of memory.
+A tile is 64 queries of a sample and a head. Tile i of a sample is number start // 64 + 2 * sample + i: no two are the
+same, with room for two of the shortest, and nothing must be read back to know how many there are. Its sums lie in the
+order in which registers hold them, [consumer, column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2]: a
+thread writes 16 bytes at a time, without bank conflicts, and the copy engine one block of memory.
 
 Whose turn it is to add says a flag in global memory, which counts those that have added. Zeros are not needed: the
 first one stores.
@@ -72,7 +72,7 @@ def buffers(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.
 
     There is a tile's flags more, which nobody raises: who is behind the last tile may read them.
     """
-    tiles = q_rows // 64 + samples + 1
+    tiles = q_rows // 64 + 2 * samples + 2
     sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
     return sums, torch.zeros(_FLAGS + (tiles + 1) * heads, dtype=torch.int32, device=device)
 
@@ -90,7 +90,7 @@ def first_tile(start, sample, shared):
     """Number of a sample's first tile; ``start`` of its queries, where not all samples have the same."""
     if shared > 0:
         start = sample * shared
-    return start // 64 + sample
+    return start // 64 + 2 * sample
 
 
 @gluon.jit
