@@ -12,7 +12,7 @@ Nothing needs room of its own: ds^T lies where the values were, dv leaves throug
 that of the values, which go back to the producer when the copy engine has read them.
 
 CLAIMS: jobs are claimed as lanes become free, behind the first two of each lane. Dealt out beforehand, in zigzag, the
-busiest lane of pma_q64 got 12 % more keys than the mean. A job's results are the same bits on whatever lane it runs.
+busiest lane of pma_q64 got 11 % more keys than the mean. A job's results are the same bits on whatever lane it runs.
 
 Nothing is masked: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and what it stores stops
 at the sample's end. A job without keys reads no queries and one without queries no keys, so that whatever they are its
@@ -57,6 +57,8 @@ class Few:
     buffers: int  # tiles of keys or values in shared memory, a lane
     claims: bool = True  # else jobs are dealt out beforehand
 
+
+_TOLD = gl.constexpr(5)  # numbers that a producer tells its consumer of a job
 
 # By (M, head_dim): what fits into 227 KB beside each other.
 VARIANTS = {(32, 64): Few(32, 2, 12), (64, 64): Few(64, 2, 10), (32, 128): Few(32, 1, 6), (64, 128): Few(64, 1, 5)}
@@ -105,6 +107,34 @@ def run(
 
 
 @gluon.jit
+def _tell(job_s, slot, row, q_len, k_start, k_len, column):
+    """By a producer, to its consumer: the job of a slot (see ``_job``)."""
+    LAYOUT_1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at = slot * _TOLD
+    job_s.index(at).store(gl.full([1], row, gl.int32, LAYOUT_1))
+    job_s.index(at + 1).store(gl.full([1], q_len, gl.int32, LAYOUT_1))
+    job_s.index(at + 2).store(gl.full([1], k_start, gl.int32, LAYOUT_1))
+    job_s.index(at + 3).store(gl.full([1], k_len, gl.int32, LAYOUT_1))
+    job_s.index(at + 4).store(gl.full([1], column, gl.int32, LAYOUT_1))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _job(job_s, q_full, t, W: gl.constexpr, SLOTS: gl.constexpr):
+    """(first row of dq, queries, k_start, k_len, first column) of a lane's job ``t``; queries -1 = it has no more."""
+    slot = W * SLOTS + t % SLOTS
+    mbarrier.wait(q_full.index(slot), (t // SLOTS) & 1)
+    at = slot * _TOLD
+    LAYOUT_4: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = gl.max(job_s.index(at).load(LAYOUT_4), 0)
+    q_len = gl.max(job_s.index(at + 1).load(LAYOUT_4), 0)
+    k_start = gl.max(job_s.index(at + 2).load(LAYOUT_4), 0)
+    k_len = gl.max(job_s.index(at + 3).load(LAYOUT_4), 0)
+    column = gl.max(job_s.index(at + 4).load(LAYOUT_4), 0)
+    return row, q_len, k_start, k_len, column
+
+
+@gluon.jit
 def _send(buffer, desc, k_start, k_len, row, column):
     """A tile of gradients on its way from shared memory to those rows of it that the sample has."""
     fence_async_shared()
@@ -115,8 +145,8 @@ def _send(buffer, desc, k_start, k_len, row, column):
 @gluon.jit
 def _consumer(
     W: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr, dk_desc, dv_desc, dq_ptr, q_s, d_out_s, next_s, ring, q_full,
-    q_empty, full, empty, samples, jobs, heads, programs, shared, scale, out_scale,
+    LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr, q_s, d_out_s, job_s, ring, q_full, q_empty, full, empty,
+    dk_desc, dv_desc, dq_ptr, heads, scale, out_scale,
 ):  # fmt: skip
     N: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
@@ -140,13 +170,11 @@ def _consumer(
         d = gl.arange(0, D, gl.SliceLayout(0, DQ_L))[None, :]
     t = 0
     it = 0
-    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, dealt(0, W, programs, 2, True), jobs, heads)
-    while sample >= 0:
+    row, q_len, k_start, k_len, column = _job(job_s, q_full, t, W, SLOTS)
+    while q_len >= 0:
         slot = W * SLOTS + t % SLOTS
         q = q_s.index(slot).reshape([M, D])
         d_out = d_out_s.index(slot).reshape([M, D])
-        mbarrier.wait(q_full.index(slot), (t // SLOTS) & 1)
-        next_job = gl.max(next_s.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         n = key_tiles(k_len, N)
         if TURNED:
             dq = gl.zeros([D, M], gl.float32, DQ_L)
@@ -191,21 +219,17 @@ def _consumer(
             k.store(dv16)
             # Not before dv is out of its registers: beside it and dq, dk has none.
             dk_f = warpgroup_mma(ds, q, o_zero, use_acc=False, is_async=True)
-            _send(k_s, dv_desc, k_start, k_len, j * N, head * D)
+            _send(k_s, dv_desc, k_start, k_len, j * N, column)
             dk = warpgroup_mma_wait(0, deps=[dk_f])
             if j + 1 == n:
                 mbarrier.arrive(q_empty.index(slot), count=1)
             v.store((dk * dk_factor).to(dtype))
-            _send(v_s, dk_desc, k_start, k_len, j * N, head * D)
+            _send(v_s, dk_desc, k_start, k_len, j * N, column)
             it += 1
-        row, m_end, column = q_start, q_len, head * D
-        if shared > 0:
-            row = sample * shared
-        # On its way while dq leaves. Not before: there are no registers for it.
-        sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, next_job, jobs, heads)
         base = dq_ptr + row.to(gl.int64) * (heads * D) + column
-        gl.store(base + (m * (heads * D) + d), (dq * dk_factor).to(dq_ptr.dtype.element_ty), mask=m < m_end)
+        gl.store(base + (m * (heads * D) + d), (dq * dk_factor).to(dq_ptr.dtype.element_ty), mask=m < q_len)
         t += 1
+        row, q_len, k_start, k_len, column = _job(job_s, q_full, t, W, SLOTS)
     tma.store_wait(0)
 
 
@@ -225,9 +249,9 @@ def _load_tile(k_desc, v_desc, ring, full, empty, it, x, end, column, lane: gl.c
 
 @gluon.jit
 def _producer(
-    lane: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr, CLAIMS: gl.constexpr, D: gl.constexpr, d_out_desc,
-    q_desc, k_desc, v_desc, claimed, q_s, d_out_s, next_s, ring, q_full, q_empty, full, empty, samples, jobs, heads,
-    programs, shared,
+    lane: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr, CLAIMS: gl.constexpr, D: gl.constexpr, q_s,
+    d_out_s, job_s, ring, q_full, q_empty, full, empty, d_out_desc, q_desc, k_desc, v_desc, samples, claimed, jobs,
+    heads, programs, shared,
 ):  # fmt: skip
     N: gl.constexpr = 64
     it = 0
@@ -243,16 +267,15 @@ def _producer(
         it += 1
         slot = lane * SLOTS + t % SLOTS
         mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
-        next_s.index(slot).store(gl.full([1], next_job, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        gl.thread_barrier()
+        row = q_start
+        if shared > 0:
+            row = sample * shared
+        _tell(job_s, slot, row, q_len, k_start, k_len, column)
         mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
         q_x = gl.where(k_len > 0, END - q_len, END)
         tma.async_copy_global_to_shared(
             q_desc, [END, q_start + q_len, q_x, column], q_full.index(slot), q_s.index(slot)
         )
-        row = q_start
-        if shared > 0:
-            row = sample * shared
         tma.async_copy_global_to_shared(
             d_out_desc, [END, row + q_len, q_x, column], q_full.index(slot), d_out_s.index(slot)
         )
@@ -267,6 +290,10 @@ def _producer(
             next_job = 4 * programs + gl.atomic_add(claimed, 1, sem="relaxed")
         else:
             next_job = dealt(t + 1, lane, programs, 2, True)
+    slot = lane * SLOTS + t % SLOTS
+    mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
+    _tell(job_s, slot, 0, -1, 0, 0, 0)
+    mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
@@ -280,7 +307,7 @@ def _backward_few(
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], q_desc.layout)
     d_out_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], d_out_desc.layout)
-    next_s = gl.allocate_shared_memory(gl.int32, [2 * SLOTS, 1], mbarrier.MBarrierLayout())  # the job behind a slot's
+    job_s = gl.allocate_shared_memory(gl.int32, [2 * SLOTS * _TOLD, 1], mbarrier.MBarrierLayout())
     ring = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 1, 1, 64, D], k_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
@@ -293,9 +320,9 @@ def _backward_few(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    both = (q_s, d_out_s, next_s, ring, q_full, q_empty, full, empty, samples, jobs, heads, programs, shared)
-    consumed = (dk_desc, dv_desc, dq_ptr) + both + (scale, out_scale)
-    produced = (d_out_desc, q_desc, k_desc, v_desc, claimed) + both
+    both = (q_s, d_out_s, job_s, ring, q_full, q_empty, full, empty)
+    consumed = both + (dk_desc, dv_desc, dq_ptr, heads, scale, out_scale)
+    produced = both + (d_out_desc, q_desc, k_desc, v_desc, samples, claimed, jobs, heads, programs, shared)
     gl.warp_specialize(
         [
             (_consumer, (0, SLOTS, BUFFERS, ACT, FOLD, LEAN, M, D) + consumed),

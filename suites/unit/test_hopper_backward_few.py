@@ -189,10 +189,11 @@ FAULTS = {
     "gradients not fenced": after("def _send", "    fence_async_shared = int"),
     "a tile twice": put("in range(1, key_tiles(k_len, N))", "in range(0, key_tiles(k_len, N))"),
     "a job that nobody claims": put("4 * programs + ", "4 * programs + 1 + "),
-    "the next job's number elsewhere": put("next_s.index(slot).store", "next_s.index(slot ^ 1).store"),
+    "another slot's job": put("  _tell(job_s, slot, row", "  _tell(job_s, slot ^ 1, row"),
+    "no end of jobs": put("_tell(job_s, slot, 0, -1", "_tell(job_s, slot, 0, 0"),
     "queries without keys": put("gl.where(k_len > 0, END - q_len, END)", "END - q_len"),
     "keys without queries": put("gl.where(q_len > 0, END - k_len, END)", "END - k_len"),
-    "rows of another sample": put("mask=m < m_end", "mask=m < M"),
+    "rows of another sample": put("mask=m < q_len", "mask=m < M"),
 }
 
 
