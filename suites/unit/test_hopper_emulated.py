@@ -7,6 +7,7 @@ bits each time. What guards that: faults put into the kernels, each of which som
 import functools
 import importlib.util
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from gluon_emulated import emulating
 from gluon_faults import with_changes
 from gluon_laws import LENGTHS, Inputs, Lengths, assert_near, gradients, inputs
 
-from gem.kernels.hopper import gdpa_long, gdpa_plain, gdpa_short, ops, parts
+from gem.kernels.hopper import backward_long, gdpa_long, gdpa_plain, gdpa_short, ops, parts
 from gem.kernels.hopper.choose import _FEW, _LONG, _SHORT, Variant
 from gem.kernels.hopper.gdpa_plain import PLAIN
 
@@ -69,7 +70,7 @@ def _check_forward(lengths: str, head_dim: int, dtype: torch.dtype, activation: 
     assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", [x for x in LENGTHS if x != "many keys and queries"])
 @pytest.mark.parametrize("variant", FORWARD)
 def test_a_forward_is_right_in_any_order(variant, lengths):
     number = list(FORWARD).index(variant) + list(LENGTHS).index(lengths)
@@ -83,6 +84,52 @@ def test_a_forward_is_right_in_any_order(variant, lengths):
 def test_the_variants_that_calls_get(table, head_dim):
     for lengths in ("ragged", "many keys"):
         _check_forward(lengths, head_dim, BF16, "gelu_taylor", table[head_dim], ORDERS[:1])
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+# What runs it, its head_dim, and lengths; of backward_few see test_hopper_backward_few.py.
+BACKWARD = {
+    "long": (partial(backward_long.run, variant=backward_long.Variant(2, kv_slots=1)), 16, ("ragged", "shared")),
+    "long, two tiles of keys": (
+        partial(backward_long.run, variant=backward_long.Variant(4, kv_slots=2)), 16, ("many keys and queries",)
+    ),
+    "long, no lag": (
+        partial(backward_long.run, variant=backward_long.Variant(2, lag=False)), 16,
+        ("many keys and queries", "nobody's rows", "one row", "shared"),
+    ),
+    "long, not early": (
+        partial(backward_long.run, variant=backward_long.Variant(3, kv_slots=2, early=False)), 32,
+        ("many keys and queries", "no keys but of one"),
+    ),
+    "long, as calls get it": (backward_long.run, 64, ("many keys and queries",)),
+    "long, as wide calls get it": (backward_long.run, 128, ("many keys and queries",)),
+}  # fmt: skip
+
+
+def _check_backward(run, head_dim: int, name: str, dtype: torch.dtype, activation: str, orders) -> None:
+    """Every row is written, and in every order with the same bits."""
+    lengths, x, right = _case(name, head_dim, dtype, activation)
+    found = []
+    for seed, programs in orders:
+        dq = torch.full_like(x.d_out, torch.nan, dtype=torch.float32 if lengths.shared else dtype)
+        dk, dv = torch.full_like(x.k, torch.nan), torch.full_like(x.v, torch.nan)
+        with emulating(seed, programs):
+            run(x.d_out, x.q, x.k, x.v, dq, dk, dv, lengths.batch(), activation=activation, **SCALES)
+        assert_near(dq, right[1], lengths.q_lens, "dq")
+        assert_near(dk, right[2], lengths.k, "dk")
+        assert_near(dv, right[3], lengths.k, "dv")
+        found.append((dq, dk, dv))
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize(("kernel", "lengths"), [(kernel, x) for kernel, case in BACKWARD.items() for x in case[2]])
+def test_a_backward_is_right_in_any_order(kernel, lengths):
+    run, head_dim, all_lengths = BACKWARD[kernel]
+    number = list(BACKWARD).index(kernel) + all_lengths.index(lengths)
+    dtype, activation = KINDS[number % len(KINDS)]
+    orders = ORDERS[number % 4 :][:1] if head_dim >= 64 else ORDERS[number % 2 :: 2]
+    _check_backward(run, head_dim, lengths, dtype, activation, orders)
 
 
 # -- what the machine must see -----------------------------------------------------------------------------------------
