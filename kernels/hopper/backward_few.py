@@ -86,13 +86,13 @@ def run(
     heads, head_dim = k_THD.shape[1:]
     variant = variant or VARIANTS[rows, head_dim]
     kind = kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
-    small = lean(activation, q_THD.dtype, qk_scale)
-    key = ("gluon backward, few queries", kind, activation, variant, small, dq.dtype)
-    run_it = PLANS.get(key)
-    if run_it is None:
-        run_it = launch_of(variant, head_dim, activation, folds(activation, q_THD), small)
+    is_lean = lean(activation, q_THD.dtype, qk_scale)
+    key = ("gluon backward, few queries", kind, activation, variant, is_lean, dq.dtype)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = launch_of(variant, head_dim, activation, folds(activation, q_THD), is_lean)
         if kind is not None:
-            remember(key, run_it)
+            remember(key, plan)
     samples = batch.samples(most_q=variant.rows)
     jobs = samples.shape[0] * heads
     if jobs >= 2**31:
@@ -100,7 +100,7 @@ def run(
     programs = min((jobs + 1) // 2, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
     claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
-    run_it(
+    plan(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq, samples, claimed, jobs, heads, programs, shared,
         qk_scale, out_scale,
     )  # fmt: skip
