@@ -67,17 +67,18 @@ class Variant:
     stages: int  # tiles of queries and d_out under way
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
     lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
+    kv_registers: bool = False  # keys and values are copied to registers before their products
     early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
 
 
-VARIANTS = {64: Variant(4, kv_slots=2), 128: Variant(2, lag=False)}
+VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True), 128: Variant(2, lag=False)}
 
 
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), ACT=activation, FOLD=fold, LEAN=lean,
-        D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
+        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
+        ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
         ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
@@ -240,11 +241,13 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.conste
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s,
-    full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
+    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc,
+    q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full,
+    job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
     dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
     dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     it = 0
@@ -256,6 +259,9 @@ def _consumer(
         mbarrier.wait(kv_full.index(kv), (t // KV) & 1)
         k = k_s.index(kv * 2 + W).reshape([64, D])
         v = v_s.index(kv * 2 + W).reshape([64, D])
+        if REGISTERS:
+            k = k.load(K_L)
+            v = v.load(K_L)
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
         if LAG:
@@ -406,8 +412,8 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -452,8 +458,8 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (0, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
             (_producer, (D, STAGES, KV) + produced),
             (_writer, (0, D) + written),
             (_writer, (1, D) + written),
