@@ -118,8 +118,7 @@ def run(
     programs = min(jobs, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
     claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
-    # Tile i of a sample is number start // 64 + sample + i, so that no two are the same. Without more than 128 keys there
-    # is one pass a job.
+    # Tile i of a sample is number start // 64 + sample + i: no two are the same. Up to 128 keys are one pass.
     tiles = dq.shape[0] // 64 + batch.size + 1 if batch.k_rows > _KEYS else 0
     parts = torch.empty(max(tiles * heads * 64 * head_dim, 1), dtype=torch.float32, device=k_THD.device)
     run_it(
@@ -138,8 +137,16 @@ def _field(job_s, t, number: gl.constexpr):
 
 
 @gluon.jit
-def _scores(k, v, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
+def _nothing(it):
+    """0, which the compiler does not know: addresses that it took out of loops would have to go to local memory."""
+    return it >> 30
+
+
+@gluon.jit
+def _scores(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
+    k = k_s.index(W + _nothing(it)).reshape([64, D])
+    v = v_s.index(W + _nothing(it)).reshape([64, D])
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     at = (2 * it) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it) // BUFFERS) & 1)
@@ -173,12 +180,16 @@ def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(W: gl.constexpr, dq, ds_s, k_s, ds_full, it, D: gl.constexpr, DS: gl.constexpr):
+def _wait_ds(ds_full, it, DS: gl.constexpr):
+    mbarrier.wait(ds_full.index(it % DS), (it // DS) & 1)
+
+
+@gluon.jit
+def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, D: gl.constexpr, DS: gl.constexpr):
     """This consumer's columns of dq with the pass's share of a tile, in the queue."""
     slot = it % DS
-    mbarrier.wait(ds_full.index(slot), (it // DS) & 1)
-    k_0 = k_s.index(0).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    k_1 = k_s.index(1).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    k_0 = k_s.index(_nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    k_1 = k_s.index(1 + _nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
     dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k_0, dq, is_async=True)
     return warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k_1, dq, is_async=True)
 
@@ -203,7 +214,7 @@ def _give_back(empty, it, BUFFERS: gl.constexpr):
 
 @gluon.jit
 def _out(
-    W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr
+    W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr
 ):  # fmt: skip
     """Half the columns of dq of 64 queries, or what is there of it, out. tma.store_wait is the caller's."""
     C: gl.constexpr = D // 2
@@ -223,11 +234,12 @@ def _out(
             base = dq_to + (q_end - q_len).to(gl.int64) * (heads * D)
             gl.store(base + (rows * (heads * D) + columns), dq, mask=rows < q_len)
         else:
-            dq_s.index(W).reshape([64, C]).store(dq.to(dq_s.dtype))
+            to = dq_s.index(W + _nothing(it))
+            to.reshape([64, C]).store(dq.to(dq_s.dtype))
             fence_async_shared()
             if tile * 64 < q_len:
                 tma.async_copy_shared_to_global(
-                    dq_to, [END, q_end, END - q_len + tile * 64, column], dq_s.index(W)
+                    dq_to, [END, q_end, END - q_len + tile * 64, column], to
                 )  # fmt: skip
 
 
@@ -251,8 +263,6 @@ def _consumer(
     dtype: gl.constexpr = ring.dtype
     dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     zero = gl.zeros([64, D], gl.float32, A_L)
-    k = k_s.index(W).reshape([64, D])
-    v = v_s.index(W).reshape([64, D])
     it = 0
     t = 0
     mbarrier.wait(job_full.index(0), 0)
@@ -263,7 +273,7 @@ def _consumer(
         tile = back * (n - 1)
         mbarrier.wait(v_full.index(W), t & 1)
         mbarrier.wait(k_full, t & 1)
-        s_f, dw_f = _scores(k, v, ring, full, it, D, BUFFERS)
+        s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
         d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
         q = ring.index((2 * it) % BUFFERS).reshape([64, D])
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
@@ -277,12 +287,13 @@ def _consumer(
         _give_back(empty, it, BUFFERS)
         it += 1
         for i in range(1, n):
-            s_f, dw_f = _scores(k, v, ring, full, it, D, BUFFERS)
+            s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
             d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
             q = ring.index((2 * it) % BUFFERS).reshape([64, D])
             if EARLY:
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
-                dq_f = _add_dq(W, dq, ds_s, k_s, ds_full, it - 1, D, DS)
+                _wait_ds(ds_full, it - 1, DS)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
                 s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
                 if i + 1 == n:
                     mbarrier.arrive(v_empty.index(W), count=1)
@@ -300,14 +311,14 @@ def _consumer(
                 w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
                 tma.store_wait(0)
                 # When ds of the last tile is there, the other one's product of three tiles before has ended.
-                mbarrier.wait(ds_full.index((it - 1) % DS), ((it - 1) // DS) & 1)
+                _wait_ds(ds_full, it - 1, DS)
                 p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
                 dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
-                dq_f = _add_dq(W, dq, ds_s, k_s, ds_full, it - 1, D, DS)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
                 dk_f = warpgroup_mma(ds, q, dk, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[dq_f])
-            _out(W, dq, dq_s, dq_to, parts, job_s, t, tile, heads, dq_factor, D, F32)
+            _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
             tile += step
             dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
             _give_back(empty, it, BUFFERS)
@@ -318,14 +329,15 @@ def _consumer(
         # While the other consumer may have to come up.
         tma.store_wait(0)
         dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-        _store(out_s.index(W), dv_desc, dv, k_end, k_x, column, D)
+        _store(out_s.index(W + _nothing(it)), dv_desc, dv, k_end, k_x, column, D)
         dq = _so_far(W, job_s, t, parts, tile, heads, D)
-        dq_f = _add_dq(W, dq, ds_s, k_s, ds_full, it - 1, D, DS)
+        _wait_ds(ds_full, it - 1, DS)
+        dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
         dq = warpgroup_mma_wait(0, deps=[dq_f])
         mbarrier.arrive(k_empty, count=1)
         tma.store_wait(0)
-        _out(W, dq, dq_s, dq_to, parts, job_s, t, tile, heads, dq_factor, D, F32)
-        _store(out_s.index(W), dk_desc, dk * dq_factor, k_end, k_x, column, D)
+        _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+        _store(out_s.index(W + _nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         t += 1
         mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
