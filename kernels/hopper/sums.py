@@ -11,7 +11,8 @@ first one stores.
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from typing import Any
