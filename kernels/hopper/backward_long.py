@@ -68,6 +68,7 @@ class Variant:
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
     lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
     kv_registers: bool = False  # keys and values are copied to registers before their products
+    turns: bool = True  # with lag: consumers issue a tile's products in turns, so that one's run while the other weighs
     early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
 
 
@@ -77,8 +78,9 @@ VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True), 128: Variant(2, lag=F
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
-        ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
+        _backward_long, LAG=int(variant.lag), TURNS=int(variant.turns), EARLY=int(variant.early),
+        REGISTERS=int(variant.kv_registers), ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages,
+        KV=variant.kv_slots, warps=4,
         ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
@@ -160,7 +162,8 @@ def _scores(k, v, q_s, o_s, full, it, D: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _scores_ahead(
-    k, v, dk, dv, q_s, o_s, full, empty, it, EARLY: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+    W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, turn, it, TURNS: gl.constexpr, EARLY: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
 
@@ -179,7 +182,10 @@ def _scores_ahead(
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         mbarrier.arrive(empty.index(it % STAGES), count=1)
         scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-    return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True), dk, dv
+    d_weights = warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - W), count=1)
+    return scores, d_weights, dk, dv
 
 
 @gluon.jit
@@ -241,13 +247,14 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.conste
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc,
-    q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full,
-    job_empty, scale, out_scale,
+    W: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty,
+    ds_full, sum_full, sum_empty, turn, job_full, job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
+    FIRST: gl.constexpr = 1 if W == 0 else 0  # the first consumer's first turn is given
     dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
     dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     it = 0
@@ -268,22 +275,32 @@ def _consumer(
             s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            if TURNS:
+                mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
             dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
             dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
-            s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
+            s_f, dw_f, dk, dv = _scores_ahead(
+                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, TURNS, EARLY, D, STAGES
+            )  # fmt: skip
             it += 1
             for _ in range(2, n):
                 s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
                 p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+                if TURNS:
+                    mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
                 dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
                 dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
                 dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
                 dq = warpgroup_mma_wait(2, deps=[dq_f])
                 _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
-                s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
+                s_f, dw_f, dk, dv = _scores_ahead(
+                    W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, TURNS, EARLY, D, STAGES
+                )  # fmt: skip
                 it += 1
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            if TURNS:
+                mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
             dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
             dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
             dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
@@ -292,6 +309,8 @@ def _consumer(
             dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
             dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
             mbarrier.arrive(empty.index(it % STAGES), count=1)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - W), count=1)
             _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
             dq = warpgroup_mma_wait(0, deps=[dq_f])
             _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
@@ -412,8 +431,8 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    LAG: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -431,6 +450,7 @@ def _backward_long(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     sum_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     sum_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -442,6 +462,7 @@ def _backward_long(
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(sum_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
         mbarrier.init(job_full.index(i), count=1)
         mbarrier.init(job_empty.index(i), count=4)
     for i in gl.static_range(4):
@@ -449,7 +470,7 @@ def _backward_long(
     fence_async_shared()
     consumed = (
         dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full,
-        sum_empty, job_full, job_empty, scale, out_scale,
+        sum_empty, turn, job_full, job_empty, scale, out_scale,
     )  # fmt: skip
     produced = (
         q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s, full, empty, kv_full, kv_empty, job_full, job_empty,
@@ -458,8 +479,8 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (0, LAG, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, LAG, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
             (_producer, (D, STAGES, KV) + produced),
             (_writer, (0, D) + written),
             (_writer, (1, D) + written),
