@@ -26,6 +26,14 @@ def put(old: str, new: str) -> Change:
     return lambda lines: [x.replace(old, new) for x in lines]
 
 
+def drop_below(above: str, text: str) -> Change:
+    """Lines that begin so below one in which ``above`` stands."""
+    return lambda lines: [
+        _indent(x) + "pass" if x.lstrip().startswith(text) and above in y else x
+        for y, x in zip(["", *lines], lines, strict=False)
+    ]
+
+
 def swap(first: str, second: str) -> Change:
     """Two lines that begin so, one below the other."""
 
@@ -142,4 +150,49 @@ FORWARD = {
     ),
     "stage asked for before its product": fault("plain", "gdpa_plain", swap(_ACC, "ahead = _load")),
     "plain queries not waited for": fault("plain, two stages", "gdpa_plain", drop("mbarrier.wait(q_full.index(slot)")),
+}  # fmt: skip
+
+_DS = "ds_s.index(slot * 2 + W).store(d_scores)"
+_FENCE = "fence_async_shared()"
+_LEFT = "mbarrier.arrive(empty.index(it % STAGES), count=1)"
+_OUT = "tma.store_wait(0)"
+
+BACKWARD = {
+    "queries not waited for": fault("long", "backward_long", drop("mbarrier.wait(full.index(stage), (it")),
+    "next queries not waited for": fault("long", "backward_long", drop("mbarrier.wait(full.index(stage), ((it + 1)")),
+    "keys not waited for": fault("long", "backward_long", drop("mbarrier.wait(kv_full")),
+    "stage given back early": fault(
+        "long", "backward_long", swap("dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])", _LEFT)
+    ),
+    "stage given back early, without lag": fault(
+        "long, no lag", "backward_long", swap("dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])", _LEFT)
+    ),
+    "last stage given back early": fault(
+        "long, two places", "backward_long", swap("dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])", _LEFT)
+    ),
+    "ds not fenced": fault("long", "backward_long", drop_below(_DS, _FENCE)),
+    "shares not fenced": fault("long", "backward_long", drop_below("in_order(dq, D)", _FENCE)),
+    "ds overwritten": fault("long", "backward_long", drop("mbarrier.wait(sum_full.index(slot * 2 + 1 - W)")),
+    "ds not waited for": fault("long", "backward_long", drop("mbarrier.wait(ds_full.index(slot)")),
+    "share overwritten": fault("long", "backward_long", drop("mbarrier.wait(sum_empty.index(slot)")),
+    "share used early": fault("long", "backward_long", put("wait(2, deps=[dq_f])", "wait(3, deps=[dq_f])")),
+    "keys overwritten": fault("long", "backward_long", drop("mbarrier.wait(sum_full.index((it - 1) % 2")),
+    "stores not waited for": fault("long", "backward_long", drop(_OUT)),
+    "keys given back on their way out": fault(
+        "long", "backward_long", swap(_OUT, "mbarrier.arrive(kv_empty.index(kv)")
+    ),
+    "keys filled while they are read": fault("long", "backward_long", drop("mbarrier.wait(kv_empty")),
+    "job not waited for": fault("long", "backward_long", drop("mbarrier.wait(job_full")),
+    "job overwritten": fault("long", "backward_long", drop("mbarrier.wait(job_empty")),
+    "half a share not waited for": fault(
+        "long", "backward_long", drop("mbarrier.wait(sum_full.index(S * 2 + 1), phase)")
+    ),
+    "share given back on its way out": fault("long", "backward_long", swap(_OUT, "mbarrier.arrive(sum_empty.index(S)")),
+    "added before its turn": fault("long", "backward_long", put("while seen < turn:", "while False:")),
+    "turns skipped": fault("long", "backward_long", put("raise_flag(flag, turn + 1)", "raise_flag(flag, turn + 2)")),
+    "turn not handed on": fault("long", "backward_long", drop("raise_flag(flag, turn + 1)")),
+    "the first adds to nothing": fault("long", "backward_long", put("if turn > 0:", "if turn >= 0:")),
+    "turn handed on before the addition": fault("long", "sums", put("cp.async.bulk.wait_group 0;", "")),
+    "two samples' sums in one place": fault("long", "sums", put("+ 2 * sample", "+ sample")),
+    "keys that no query sees are read": fault("long", "backward_long", put("gl.where(q_len > 0, k_x, END)", "k_x")),
 }  # fmt: skip

@@ -5,12 +5,15 @@ bits each time. What guards that: faults put into the kernels, each of which som
 """
 
 import functools
+import importlib
 import importlib.util
 import os
-from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels in Gluon are neither there without triton nor interpreted", allow_module_level=True)
@@ -18,16 +21,26 @@ pytest.importorskip("greenlet", reason="the emulator switches between partitions
 
 import gluon_faults
 from gluon_emulated import emulating
-from gluon_faults import with_changes
 from gluon_laws import LENGTHS, Inputs, Lengths, assert_near, gradients, inputs
+from triton.runtime.jit import JITFunction
 
-from gem.kernels.hopper import backward_long, gdpa_long, gdpa_plain, gdpa_short, ops, parts
+from gem.kernels.hopper import backward_long, backward_short, gdpa_long, gdpa_plain, gdpa_short, ops
+from gem.kernels.hopper.backward_short import Short
 from gem.kernels.hopper.choose import _FEW, _LONG, _SHORT, Variant
 from gem.kernels.hopper.gdpa_plain import PLAIN
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SCALES = {"qk_scale": 0.3, "out_scale": 0.7}
 ORDERS = [(0, 3), (1, 1), (2, 2), (3, 16)]  # seed, programs
+KINDS = [(BF16, "silu"), (FP16, "gelu"), (BF16, "gelu_taylor"), (FP16, "relu_squared")]
+
+
+@functools.cache
+def _given(name: str, head_dim: int, dtype: torch.dtype, activation: str) -> tuple[Lengths, Inputs, tuple[Tensor, ...]]:
+    """Lengths, inputs, and right (out, dq, dk, dv)."""
+    x = inputs(LENGTHS[name], 2, head_dim, dtype)
+    return LENGTHS[name], x, gradients(LENGTHS[name], x, activation, **SCALES)
+
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -48,116 +61,140 @@ FORWARD = {
     "plain": Variant("plain", 128, 16, 3),
     "plain, two stages": Variant("plain", 128, 16, 2, zigzag=False),
 }
-KINDS = [(BF16, "silu"), (FP16, "gelu"), (BF16, "gelu_taylor"), (FP16, "relu_squared")]
+MANY = "many keys and queries"  # for backwards
 
 
-@functools.cache
-def _case(name: str, head_dim: int, dtype: torch.dtype, activation: str):
-    lengths = LENGTHS[name]
-    x = inputs(lengths, 2, head_dim, dtype)
-    return lengths, x, gradients(lengths, x, activation, **SCALES)
+def _out(
+    lengths: str, head_dim: int, dtype: torch.dtype, activation: str, variant: Variant, order: tuple[int, int]
+) -> Tensor:
+    """The right output."""
+    jagged, x, right = _given(lengths, head_dim, dtype, activation)
+    with emulating(*order):
+        out = ops.gdpa_forward(x.q, x.k, x.v, jagged.batch(), activation=activation, variant=variant, **SCALES)
+    assert_near(out, right[0], jagged.q_lens, "out")
+    return out
 
 
-def _forward(lengths: Lengths, x: Inputs, activation: str, variant: Variant, seed: int, programs: int) -> torch.Tensor:
-    with emulating(seed, programs):
-        return ops.gdpa_forward(x.q, x.k, x.v, lengths.batch(), activation=activation, variant=variant, **SCALES)
-
-
-def _check_forward(lengths: str, head_dim: int, dtype: torch.dtype, activation: str, variant: Variant, orders) -> None:
-    batch, x, (right, *_) = _case(lengths, head_dim, dtype, activation)
-    outs = [_forward(batch, x, activation, variant, *order) for order in orders]
-    assert_near(outs[0], right, batch.q_lens, "out")
-    assert all(torch.equal(outs[0], out) for out in outs[1:])
-
-
-@pytest.mark.parametrize("lengths", [x for x in LENGTHS if x != "many keys and queries"])
-@pytest.mark.parametrize("variant", FORWARD)
-def test_a_forward_is_right_in_any_order(variant, lengths):
-    number = list(FORWARD).index(variant) + list(LENGTHS).index(lengths)
-    dtype, activation = KINDS[number % len(KINDS)]
+@pytest.mark.parametrize("lengths", [x for x in LENGTHS if x != MANY])
+@pytest.mark.parametrize("case", FORWARD)
+def test_a_forward_is_right_in_any_order(case, lengths):
+    number = list(FORWARD).index(case) + list(LENGTHS).index(lengths)
     orders = ORDERS if lengths == "ragged" else ORDERS[number % 2 :: 2]
-    _check_forward(lengths, 16, dtype, activation, FORWARD[variant], orders)
+    first, *others = (_out(lengths, 16, *KINDS[number % len(KINDS)], FORWARD[case], order) for order in orders)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("table", [_LONG, _FEW, _SHORT, PLAIN], ids=["long", "few", "short", "plain"])
 def test_the_variants_that_calls_get(table, head_dim):
     for lengths in ("ragged", "many keys"):
-        _check_forward(lengths, head_dim, BF16, "gelu_taylor", table[head_dim], ORDERS[:1])
+        _out(lengths, head_dim, BF16, "gelu_taylor", table[head_dim], ORDERS[0])
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 
-# What runs it, its head_dim, and lengths; of backward_few see test_hopper_backward_few.py.
+
+class Case(NamedTuple):
+    kernel: ModuleType
+    variant: Any  # None: as calls get it
+    head_dim: int
+    lengths: tuple[str, ...]
+
+
+# Of backward_few see test_hopper_backward_few.py.
 BACKWARD = {
-    "long": (partial(backward_long.run, variant=backward_long.Variant(2, kv_slots=1)), 16, ("ragged", "shared")),
-    "long, two tiles of keys": (
-        partial(backward_long.run, variant=backward_long.Variant(4, kv_slots=2)), 16, ("many keys and queries",)
+    "long": Case(backward_long, backward_long.Variant(2, kv_slots=1), 16, (MANY, "ragged", "shared")),
+    "long, two places": Case(backward_long, backward_long.Variant(2, kv_slots=2), 16, (MANY,)),
+    "long, no lag": Case(
+        backward_long, backward_long.Variant(2, lag=False), 16, (MANY, "nobody's rows", "one row", "shared")
     ),
-    "long, no lag": (
-        partial(backward_long.run, variant=backward_long.Variant(2, lag=False)), 16,
-        ("many keys and queries", "nobody's rows", "one row", "shared"),
+    "long, not early": Case(
+        backward_long, backward_long.Variant(3, kv_slots=2, early=False), 32, (MANY, "no keys but of one")
     ),
-    "long, not early": (
-        partial(backward_long.run, variant=backward_long.Variant(3, kv_slots=2, early=False)), 32,
-        ("many keys and queries", "no keys but of one"),
+    "long at 64": Case(backward_long, None, 64, (MANY,)),
+    "long at 128": Case(backward_long, None, 128, (MANY,)),
+    "short": Case(backward_short, Short(4), 16, (MANY, "ragged", "shared", "few keys")),
+    "short, not early": Case(
+        backward_short, Short(10, early=False), 32, (MANY, "no keys but of one", "nobody's rows", "one row")
     ),
-    "long, as calls get it": (backward_long.run, 64, ("many keys and queries",)),
-    "long, as wide calls get it": (backward_long.run, 128, ("many keys and queries",)),
-}  # fmt: skip
+    "short at 64": Case(backward_short, None, 64, (MANY,)),
+    "short at 128": Case(backward_short, None, 128, (MANY,)),
+}
 
 
-def _check_backward(run, head_dim: int, name: str, dtype: torch.dtype, activation: str, orders) -> None:
-    """Every row is written, and in every order with the same bits."""
-    lengths, x, right = _case(name, head_dim, dtype, activation)
-    found = []
-    for seed, programs in orders:
-        dq = torch.full_like(x.d_out, torch.nan, dtype=torch.float32 if lengths.shared else dtype)
-        dk, dv = torch.full_like(x.k, torch.nan), torch.full_like(x.v, torch.nan)
-        with emulating(seed, programs):
-            run(x.d_out, x.q, x.k, x.v, dq, dk, dv, lengths.batch(), activation=activation, **SCALES)
-        assert_near(dq, right[1], lengths.q_lens, "dq")
-        assert_near(dk, right[2], lengths.k, "dk")
-        assert_near(dv, right[3], lengths.k, "dv")
-        found.append((dq, dk, dv))
-    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+def _gradients(
+    case: Case, lengths: str, dtype: torch.dtype, activation: str, wide: bool, order: tuple[int, int]
+) -> Tensor:
+    """All of the right dq (in fp32 where ``wide``), dk and dv; every row is written."""
+    jagged, x, right = _given(lengths, case.head_dim, dtype, activation)
+    dq = torch.full_like(x.d_out, torch.nan, dtype=torch.float32 if wide or jagged.shared else dtype)
+    dk, dv = torch.full_like(x.k, torch.nan), torch.full_like(x.v, torch.nan)
+    how = SCALES if case.variant is None else SCALES | {"variant": case.variant}
+    with emulating(*order):
+        case.kernel.run(x.d_out, x.q, x.k, x.v, dq, dk, dv, jagged.batch(), activation=activation, **how)
+    for i, (name, got, lens) in enumerate((("dq", dq, jagged.q_lens), ("dk", dk, jagged.k), ("dv", dv, jagged.k)), 1):
+        assert_near(got, right[i], lens, name)
+    return torch.cat([got.float().flatten() for got in (dq, dk, dv)])
 
 
-@pytest.mark.parametrize(("kernel", "lengths"), [(kernel, x) for kernel, case in BACKWARD.items() for x in case[2]])
-def test_a_backward_is_right_in_any_order(kernel, lengths):
-    run, head_dim, all_lengths = BACKWARD[kernel]
-    number = list(BACKWARD).index(kernel) + all_lengths.index(lengths)
-    dtype, activation = KINDS[number % len(KINDS)]
-    orders = ORDERS[number % 4 :][:1] if head_dim >= 64 else ORDERS[number % 2 :: 2]
-    _check_backward(run, head_dim, lengths, dtype, activation, orders)
+@pytest.mark.parametrize(("case", "lengths"), [(name, x) for name, case in BACKWARD.items() for x in case.lengths])
+def test_a_backward_is_right_in_any_order(case, lengths):
+    number = list(BACKWARD).index(case) + list(LENGTHS).index(lengths)
+    orders = ORDERS[number % 4 :][:1] if BACKWARD[case].head_dim >= 64 else ORDERS[number % 2 :: 2]
+    first, *others = (
+        _gradients(BACKWARD[case], lengths, *KINDS[number % len(KINDS)], number % 3 == 0, order) for order in orders
+    )
+    assert all(torch.equal(first, other) for other in others)
 
 
 # -- what the machine must see -----------------------------------------------------------------------------------------
 
-
-def _seen(variant: Variant) -> str | None:
-    """What tells of a fault, in the first order that does."""
-    for order in [*ORDERS, *((seed, (2, 16, 3, 1, 7)[seed % 5]) for seed in range(4, 12))]:
-        for lengths in ("ragged", "few keys" if variant.kernel == "short" else "many keys"):
-            try:
-                _check_forward(lengths, 16, BF16, "silu", variant, [order])
-            except AssertionError as fault:
-                return f"{type(fault).__name__}: {fault}"
-    return None
+MORE_ORDERS = [*ORDERS, *((seed, (2, 16, 3, 1, 7)[seed % 5]) for seed in range(4, 12))]
+KERNELS = (gdpa_long, gdpa_short, gdpa_plain, backward_long, backward_short)
 
 
-@pytest.mark.parametrize("fault", gluon_faults.FORWARD)
-def test_a_fault_in_a_forward_is_seen(fault, monkeypatch, tmp_path):
-    fault = gluon_faults.FORWARD[fault]
+@pytest.fixture
+def put_in(monkeypatch, tmp_path):
+    """Makes a copy of a module with a fault, which kernels that use the module then have in its place."""
+
+    def put(fault: gluon_faults.Fault) -> ModuleType:
+        module = importlib.import_module(f"gem.kernels.hopper.{fault.module}")
+        copy = gluon_faults.with_changes(module, fault.changes, tmp_path)
+        for user in KERNELS:
+            for name, value in vars(user).items():
+                if user is not module and isinstance(value, JITFunction) and value is vars(module).get(name):
+                    monkeypatch.setattr(user, name, getattr(copy, name))
+        return copy
+
+    return put
+
+
+@pytest.mark.parametrize("name", gluon_faults.FORWARD)
+def test_a_fault_in_a_forward_is_seen(name, put_in, monkeypatch):
+    fault = gluon_faults.FORWARD[name]
     variant = FORWARD[fault.case]
-    kernels = {"gdpa_long": gdpa_long, "gdpa_short": gdpa_short, "gdpa_plain": gdpa_plain}
-    if fault.module == "parts":
-        copy = with_changes(parts, fault.changes, tmp_path)
-        for kernel in kernels.values():
-            monkeypatch.setattr(kernel, "store_tile", copy.store_tile)
-    else:
-        copy = with_changes(kernels[fault.module], fault.changes, tmp_path)
+    copy = put_in(fault)
+    if fault.module != "parts":
         monkeypatch.setitem(ops._LAUNCH_OF, variant.kernel, copy.launch_of)
-    seen = _seen(variant)
-    print(seen)
-    assert seen
+    with pytest.raises(AssertionError):
+        for order in MORE_ORDERS:
+            for lengths in ("ragged", "few keys" if variant.kernel == "short" else "many keys"):
+                _out(lengths, 16, BF16, "silu", variant, order)
+
+
+@functools.cache
+def _right_bits(case: str) -> Tensor:
+    return _gradients(BACKWARD[case], MANY, BF16, "silu", True, ORDERS[0])
+
+
+@pytest.mark.parametrize("name", gluon_faults.BACKWARD)
+def test_a_fault_in_a_backward_is_seen(name, put_in):
+    fault = gluon_faults.BACKWARD[name]
+    case = BACKWARD[fault.case]
+    right = _right_bits(fault.case)
+    copy = put_in(fault)
+    if fault.module == case.kernel.__name__.split(".")[-1]:
+        case = case._replace(kernel=copy)
+    with pytest.raises(AssertionError):
+        for order in MORE_ORDERS:
+            assert torch.equal(_gradients(case, MANY, BF16, "silu", True, order), right)
