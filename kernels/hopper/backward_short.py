@@ -74,7 +74,7 @@ class Short:
 VARIANTS = {64: Short(10), 128: Short(4, early=False)}
 
 
-class _ShortLaunch(Launch):
+class DqLaunch(Launch):
     """dq, of which each consumer stores half a head's columns, comes as [T, 2 * H, D / 2]."""
 
     def _given(self, position: int, x):
@@ -85,7 +85,7 @@ class _ShortLaunch(Launch):
 
 def launch_of(variant: Short, head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
     """The kernel with the constants of a variant. Arguments: see ``run``."""
-    return _ShortLaunch(
+    return DqLaunch(
         _backward_short, EARLY=int(variant.early), BUFFERS=variant.buffers, ACT=activation, FOLD=fold, LEAN=lean,
         D=head_dim, warps=4, ragged=dict.fromkeys(range(6), 64), layout=LAYOUT,
     )  # fmt: skip
@@ -131,13 +131,13 @@ def run(
 
 
 @gluon.jit
-def _field(job_s, t, number: gl.constexpr):
+def field(job_s, t, number: gl.constexpr):
     """A number of pass ``t`` that the producer handed on."""
     return gl.max(job_s.index((t % 2) * PARTS + number).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _nothing(it):
+def nothing(it):
     """0, which the compiler does not know: addresses that it took out of loops would have to go to local memory."""
     return it >> 30
 
@@ -145,8 +145,8 @@ def _nothing(it):
 @gluon.jit
 def _scores(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
-    k = k_s.index(W + _nothing(it)).reshape([64, D])
-    v = v_s.index(W + _nothing(it)).reshape([64, D])
+    k = k_s.index(W + nothing(it)).reshape([64, D])
+    v = v_s.index(W + nothing(it)).reshape([64, D])
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     at = (2 * it) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it) // BUFFERS) & 1)
@@ -162,7 +162,7 @@ def _part(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
     """Where a thread has its numbers of a tile's sum, 16 bytes at a time:
     [column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2].
     """
-    number = (_field(job_s, t, PART) + tile) * heads + _field(job_s, t, HEAD)
+    number = (field(job_s, t, PART) + tile) * heads + field(job_s, t, HEAD)
     base = parts + number.to(gl.int64) * (64 * D) + W * (32 * D)
     return base + gl.arange(0, 32 * D, gl.BlockedLayout([4], [32], [4], [0]))
 
@@ -172,7 +172,7 @@ def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
     """What passes before this one left of dq of 64 queries."""
     H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     dq = gl.zeros([64, D // 2], gl.float32, H_L)
-    if _field(job_s, t, PLACE) > 1:
+    if field(job_s, t, PLACE) > 1:
         x = gl.load(_part(W, job_s, t, parts, tile, heads, D), cache_modifier=".cg")
         x = x.reshape([D // 16, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D // 2])
         dq = gl.convert_layout(x, H_L, assert_trivial=True)
@@ -180,7 +180,7 @@ def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
 
 
 @gluon.jit
-def _wait_ds(ds_full, it, DS: gl.constexpr):
+def wait_ds(ds_full, it, DS: gl.constexpr):
     mbarrier.wait(ds_full.index(it % DS), (it // DS) & 1)
 
 
@@ -188,14 +188,14 @@ def _wait_ds(ds_full, it, DS: gl.constexpr):
 def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, D: gl.constexpr, DS: gl.constexpr):
     """This consumer's columns of dq with the pass's share of a tile, in the queue."""
     slot = it % DS
-    k_0 = k_s.index(_nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    k_1 = k_s.index(1 + _nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    k_0 = k_s.index(nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    k_1 = k_s.index(1 + nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
     dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k_0, dq, is_async=True)
     return warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon.jit
-def _operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
+def operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
     """Weights and gradients of scores as register operands; the latter to both consumers too."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     ds16 = dx.to(dtype)
@@ -207,44 +207,48 @@ def _operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D:
 
 
 @gluon.jit
-def _give_back(empty, it, BUFFERS: gl.constexpr):
+def give_back(empty, it, BUFFERS: gl.constexpr):
     mbarrier.arrive(empty.index((2 * it) % BUFFERS), count=1)
     mbarrier.arrive(empty.index((2 * it + 1) % BUFFERS), count=1)
+
+
+@gluon.jit
+def rows_out(W: gl.constexpr, dq, dq_s, dq_to, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr):
+    """Half the columns of dq of 64 queries out. tma.store_wait is the caller's."""
+    C: gl.constexpr = D // 2
+    q_end = field(job_s, t, Q_END)
+    q_len = field(job_s, t, Q_LEN)
+    column = field(job_s, t, HEAD) * D + W * C
+    dq = dq * factor
+    if F32:
+        H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+        rows = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, H_L))[:, None]
+        columns = column + gl.arange(0, C, gl.SliceLayout(0, H_L))[None, :]
+        base = dq_to + (q_end - q_len).to(gl.int64) * (heads * D)
+        gl.store(base + (rows * (heads * D) + columns), dq, mask=rows < q_len)
+    else:
+        to = dq_s.index(W + nothing(it))
+        to.reshape([64, C]).store(dq.to(dq_s.dtype))
+        fence_async_shared()
+        if tile * 64 < q_len:
+            tma.async_copy_shared_to_global(dq_to, [END, q_end, END - q_len + tile * 64, column], to)
 
 
 @gluon.jit
 def _out(
     W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr
 ):  # fmt: skip
-    """Half the columns of dq of 64 queries, or what is there of it, out. tma.store_wait is the caller's."""
-    C: gl.constexpr = D // 2
-    if _field(job_s, t, PLACE) % 2 == 0:
+    """What is there of dq of 64 queries: out, or where the next pass finds it."""
+    if field(job_s, t, PLACE) % 2 == 0:
         FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        x = dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * C])
+        x = dq.reshape([4, 2, 8, D // 16, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([32 * D])
         gl.store(_part(W, job_s, t, parts, tile, heads, D), gl.convert_layout(x, FLAT, assert_trivial=True))
     else:
-        q_end = _field(job_s, t, Q_END)
-        q_len = _field(job_s, t, Q_LEN)
-        column = _field(job_s, t, HEAD) * D + W * C
-        dq = dq * factor
-        if F32:
-            H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-            rows = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, H_L))[:, None]
-            columns = column + gl.arange(0, C, gl.SliceLayout(0, H_L))[None, :]
-            base = dq_to + (q_end - q_len).to(gl.int64) * (heads * D)
-            gl.store(base + (rows * (heads * D) + columns), dq, mask=rows < q_len)
-        else:
-            to = dq_s.index(W + _nothing(it))
-            to.reshape([64, C]).store(dq.to(dq_s.dtype))
-            fence_async_shared()
-            if tile * 64 < q_len:
-                tma.async_copy_shared_to_global(
-                    dq_to, [END, q_end, END - q_len + tile * 64, column], to
-                )  # fmt: skip
+        rows_out(W, dq, dq_s, dq_to, job_s, t, it, tile, heads, factor, D, F32)
 
 
 @gluon.jit
-def _store(x_s, desc, x, end, at, column, D: gl.constexpr):
+def store(x_s, desc, x, end, at, column, D: gl.constexpr):
     """64 rows out through shared memory; tma.store_wait is the caller's."""
     x_s.reshape([64, D]).store(x.to(x_s.dtype))
     fence_async_shared()
@@ -266,9 +270,9 @@ def _consumer(
     it = 0
     t = 0
     mbarrier.wait(job_full.index(0), 0)
-    n = _field(job_s, 0, TILES)
+    n = field(job_s, 0, TILES)
     while n > 0:
-        back = (_field(job_s, t, PLACE) // 2) % 2
+        back = (field(job_s, t, PLACE) // 2) % 2
         step = 1 - 2 * back
         tile = back * (n - 1)
         mbarrier.wait(v_full.index(W), t & 1)
@@ -280,11 +284,11 @@ def _consumer(
         if n == 1:
             mbarrier.arrive(v_empty.index(W), count=1)
         w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-        p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+        p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
         dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
         dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
-        _give_back(empty, it, BUFFERS)
+        give_back(empty, it, BUFFERS)
         it += 1
         for i in range(1, n):
             s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
@@ -292,7 +296,7 @@ def _consumer(
             q = ring.index((2 * it) % BUFFERS).reshape([64, D])
             if EARLY:
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
-                _wait_ds(ds_full, it - 1, DS)
+                wait_ds(ds_full, it - 1, DS)
                 dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
                 s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
                 if i + 1 == n:
@@ -301,7 +305,7 @@ def _consumer(
                 # The other one's product of two tiles before has ended, or ds of the last would not be there.
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 tma.store_wait(0)
-                p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+                p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
                 dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
                 dk_f = warpgroup_mma(ds, q, dk, is_async=True)
             else:
@@ -311,8 +315,8 @@ def _consumer(
                 w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
                 tma.store_wait(0)
                 # When ds of the last tile is there, the other one's product of three tiles before has ended.
-                _wait_ds(ds_full, it - 1, DS)
-                p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+                wait_ds(ds_full, it - 1, DS)
+                p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
                 dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
                 dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
@@ -321,27 +325,27 @@ def _consumer(
             _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
             tile += step
             dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
-            _give_back(empty, it, BUFFERS)
+            give_back(empty, it, BUFFERS)
             it += 1
-        k_end = _field(job_s, t, K_END)
-        k_x = _field(job_s, t, K_X) + W * 64
-        column = _field(job_s, t, HEAD) * D
+        k_end = field(job_s, t, K_END)
+        k_x = field(job_s, t, K_X) + W * 64
+        column = field(job_s, t, HEAD) * D
         # While the other consumer may have to come up.
         tma.store_wait(0)
         dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-        _store(out_s.index(W + _nothing(it)), dv_desc, dv, k_end, k_x, column, D)
+        store(out_s.index(W + nothing(it)), dv_desc, dv, k_end, k_x, column, D)
         dq = _so_far(W, job_s, t, parts, tile, heads, D)
-        _wait_ds(ds_full, it - 1, DS)
+        wait_ds(ds_full, it - 1, DS)
         dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
         dq = warpgroup_mma_wait(0, deps=[dq_f])
         mbarrier.arrive(k_empty, count=1)
         tma.store_wait(0)
         _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
-        _store(out_s.index(W + _nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
+        store(out_s.index(W + nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         t += 1
         mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
-        n = _field(job_s, t, TILES)
+        n = field(job_s, t, TILES)
     tma.store_wait(0)
 
 
@@ -349,7 +353,7 @@ def _consumer(
 
 
 @gluon.jit
-def _put(job_s, t, number: gl.constexpr, value):
+def put(job_s, t, number: gl.constexpr, value):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     job_s.index((t % 2) * PARTS + number).store(gl.full([1], value, gl.int32, L))
 
@@ -364,14 +368,14 @@ def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_l
     if shared > 0:
         row = sample * shared
     last = gl.where(kt + 1 == key_tiles(k_len, 128), 1, 0)
-    _put(job_s, t, TILES, n)
-    _put(job_s, t, K_END, k_start + k_len)
-    _put(job_s, t, K_X, END - k_len + kt * 128)
-    _put(job_s, t, Q_END, row + q_len)
-    _put(job_s, t, Q_LEN, q_len)
-    _put(job_s, t, HEAD, head)
-    _put(job_s, t, PART, row // 64 + sample)
-    _put(job_s, t, PLACE, 2 * kt + last)
+    put(job_s, t, TILES, n)
+    put(job_s, t, K_END, k_start + k_len)
+    put(job_s, t, K_X, END - k_len + kt * 128)
+    put(job_s, t, Q_END, row + q_len)
+    put(job_s, t, Q_LEN, q_len)
+    put(job_s, t, HEAD, head)
+    put(job_s, t, PART, row // 64 + sample)
+    put(job_s, t, PLACE, 2 * kt + last)
     mbarrier.arrive(job_full.index(slot), count=1)
     return n
 
@@ -393,7 +397,7 @@ def _load_values(desc, v_s, v_full, v_empty, t, k_end, x, column):
 
 
 @gluon.jit
-def _load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BUFFERS: gl.constexpr):
+def load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BUFFERS: gl.constexpr):
     """Queries and d_out of a tile into the next two buffers."""
     for half in gl.static_range(2):
         number = 2 * it + half
@@ -428,7 +432,7 @@ def _producer(
         q_x = gl.where(k_len > 0, END - q_len + back * (n - 1) * 64, END)
         k_x = gl.where(q_len > 0, END - k_len + kt * 128, END)
         for i in range(n):
-            _load_tile(q_desc, o_desc, ring, full, empty, it, q_start + q_len, o_end, q_x, column, BUFFERS)
+            load_tile(q_desc, o_desc, ring, full, empty, it, q_start + q_len, o_end, q_x, column, BUFFERS)
             it += 1
             q_x += gl.where(k_len > 0, step, 0)
             # In the order in which the pass before frees its places.
