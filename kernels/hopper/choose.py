@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from gem.kernels.schedule import Batch
 
-_FEW_QUERIES = 64  # a sample, on average: a consumer's tile
-_SHORT_KEYS = 160  # a sample, on average
+FEW_QUERIES = 64  # a sample, on average: a consumer's tile
+SHORT_KEYS = 160  # a sample, on average
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ def choose(batch: Batch, head_dim: int) -> Variant:
     """The variant for a batch's mean lengths."""
     samples = max(batch.size, 1)
     queries = batch.shared if batch.q_offsets is None else batch.q_rows / samples
-    if queries <= _FEW_QUERIES:
+    if queries <= FEW_QUERIES:
         return _FEW[head_dim]
-    return (_SHORT if batch.k_rows / samples <= _SHORT_KEYS else _LONG)[head_dim]
+    return (_SHORT if batch.k_rows / samples <= SHORT_KEYS else _LONG)[head_dim]
 
 
 _LONG = {
     64: Variant("long", 192, 128, 5, consumers=3, q_slots=1, turns=1),
-    128: Variant("long", 128, 128, 2, turns=1),
+    128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
 }
 _FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
-_SHORT = {64: Variant("short", 1024, 64, 6, consumers=3), 128: Variant("short", 1024, 64, 4)}
+_SHORT = {64: Variant("short", 1024, 64, 6, consumers=3), 128: Variant("short", 1024, 64, 4, values_first=True)}
