@@ -1,0 +1,461 @@
+"""Backward of GDPA on Hopper, long sequences: five products, dq summed over programs in a fixed order.
+
+A program holds a tile of 128 keys at a time, as two consumers (a warpgroup each) of 64 keys that keep dk and dv in
+registers while the sample's queries pass in tiles of 64 through a ring. The producer, a warp, fills the ring and takes
+jobs (a tile of keys and a head) from a counter. Scores stand transposed, keys by queries, so that weights and their
+gradients are register operands of dv += weights d_out and dk += d_scores q; d_scores go through shared memory for
+dq = d_scores^T k, of which each consumer computes half of the columns over all 128 keys.
+
+A key tile's share of dq goes to sums in global memory (``sums``), fp32, by the copy engine: the first tile of a sample
+stores, the others add, one after the other, so that every run gives the same bits. For that the writer, a warp, waits
+until the flag of a query tile and head counts all earlier tiles of the sample, adds, waits until the addition is done,
+and counts itself. Nothing waits in a circle: jobs are handed out in ascending order, and a job waits only for those of
+the same sample and head with earlier keys. These have lower numbers, since tiles of a sample ascend in the list (its
+sort is stable, and all of them visit the same queries) and a job's number is entry * heads + head. So the lowest job
+that is not finished waits for none; a program has it that runs, and comes to it first, having finished all lower ones.
+
+No masks: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and stores stop there. Samples
+without queries get one tile of zeros, with zeros for keys too, so that their dk and dv are 0 whatever the keys are.
+
+Legend: T rows of all samples, H heads, D head_dim.
+"""
+
+# ruff: noqa: RUF005
+# Gluon knows no starred tuples.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem.kernels import launch
+from gem.kernels.hopper.parts import END, LAYOUT, lean, record_of
+from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.hopper.sums import (
+    FLAGS,
+    SumsLaunch,
+    add_to_global,
+    buffers,
+    first_tile,
+    in_order,
+    raise_flag,
+    read_flag,
+    rows_launch,
+)
+from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
+from gem.kernels.schedule import Batch
+
+_KEYS = 128  # of a job
+PARTS = gl.constexpr(6)  # numbers that the producer hands on for a job: see _take
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel may do in more than one way."""
+
+    stages: int  # tiles of queries and d_out under way
+    kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
+    lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
+    early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
+
+
+VARIANTS = {64: Variant(4, kv_slots=2), 128: Variant(2, lag=False)}
+
+
+def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
+    """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
+    products = SumsLaunch(
+        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), ACT=activation, FOLD=fold, LEAN=lean,
+        D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
+        ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
+    )  # fmt: skip
+    return products, rows_launch(head_dim, activation, fold, lean)
+
+
+def run(
+    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
+    activation: str, qk_scale: float, out_scale: float = 1.0, variant: Variant | None = None,
+) -> None:  # fmt: skip
+    """Gradients of all samples into dq, dk, dv, all contiguous and with rows; 0 where nothing is seen.
+
+    ``dq`` is of q's type or fp32, for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must
+    suit launch.tma_fits.
+    """
+    heads, head_dim = k_THD.shape[1:]
+    variant = variant or VARIANTS[head_dim]
+    kind = kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
+    small = lean(activation, q_THD.dtype, qk_scale)
+    key = ("gluon backward, long", kind, activation, variant, small, dq.dtype)
+    launches = PLANS.get(key)
+    if launches is None:
+        launches = launches_of(variant, head_dim, activation, folds(activation, q_THD), small)
+        if kind is not None:
+            remember(key, launches)
+    k_tiles, q_tiles = batch.tiles("k", _KEYS), batch.tiles("q", 64)
+    k_jobs, q_jobs = k_tiles.shape[0] * heads, q_tiles.shape[0] * heads
+    if max(k_jobs, q_jobs) >= 2**30:
+        raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {max(k_jobs, q_jobs)}; accepted: up to 2**30")
+    shared = batch.shared if batch.q_offsets is None else 0
+    sums, state = buffers(dq.shape[0], batch.size, heads, head_dim, q_THD.device)
+    products, rows = launches
+    programs = min(k_jobs, launch.multiprocessors(q_THD.device))
+    products(
+        (programs,), q_THD, d_out_THD, k_THD, v_THD, dk, dv, sums, state, k_tiles, k_jobs, heads, shared, qk_scale,
+        out_scale,
+    )  # fmt: skip
+    rows((q_jobs,), sums, dq, q_tiles, q_jobs, heads, shared, qk_scale, out_scale)
+
+
+# -- handing jobs on ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = t % 2
+    mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
+    job_s.index(slot * PARTS).store(gl.full([1], tiles, gl.int32, L))
+    job_s.index(slot * PARTS + 1).store(gl.full([1], k_end, gl.int32, L))
+    job_s.index(slot * PARTS + 2).store(gl.full([1], k_x, gl.int32, L))
+    job_s.index(slot * PARTS + 3).store(gl.full([1], head, gl.int32, L))
+    job_s.index(slot * PARTS + 4).store(gl.full([1], turn, gl.int32, L))
+    job_s.index(slot * PARTS + 5).store(gl.full([1], tile, gl.int32, L))
+    mbarrier.arrive(job_full.index(slot), count=1)
+
+
+@gluon.jit
+def _take(job_s, job_full, job_empty, t, WARPS: gl.constexpr):
+    """A job: query tiles (0: there is no more job); end and first row of the keys, as descriptors count; head; tiles of
+    the sample with earlier keys; number of the first query tile.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    slot = t % 2
+    mbarrier.wait(job_full.index(slot), (t // 2) & 1)
+    tiles = gl.max(job_s.index(slot * PARTS).load(L), 0)
+    k_end = gl.max(job_s.index(slot * PARTS + 1).load(L), 0)
+    k_x = gl.max(job_s.index(slot * PARTS + 2).load(L), 0)
+    head = gl.max(job_s.index(slot * PARTS + 3).load(L), 0)
+    turn = gl.max(job_s.index(slot * PARTS + 4).load(L), 0)
+    tile = gl.max(job_s.index(slot * PARTS + 5).load(L), 0)
+    mbarrier.arrive(job_empty.index(slot), count=1)
+    return tiles, k_end, k_x, head, turn, tile
+
+
+# -- consumers ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _scores(k, v, q_s, o_s, full, it, D: gl.constexpr, STAGES: gl.constexpr):
+    """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
+    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    stage = it % STAGES
+    mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+    q = q_s.index(stage).reshape([64, D]).permute((1, 0))
+    d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores_ahead(
+    k, v, dk, dv, q_s, o_s, full, empty, it, EARLY: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
+
+    EARLY: the first one goes behind these, for which head_dim 128 leaves no registers.
+    """
+    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    stage = (it + 1) % STAGES
+    mbarrier.wait(full.index(stage), ((it + 1) // STAGES) & 1)
+    q = q_s.index(stage).reshape([64, D]).permute((1, 0))
+    d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    if EARLY:
+        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+    else:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True), dk, dv
+
+
+@gluon.jit
+def _weigh(
+    W: gl.constexpr, scores, d_weights, ds_s, ds_full, sum_full, it, scale, out_scale, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile and gradients of its scores as operands, the latter in shared memory too."""
+    P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    dtype: gl.constexpr = ds_s.dtype
+    slot = it % 2
+    weights, d_scores = slopes_of(scores, d_weights, scale, out_scale, ACT, FOLD, LEAN, dtype)
+    d_scores = d_scores.to(dtype)
+    weights = gl.convert_layout(weights.to(dtype), P_L, assert_trivial=True)
+    # The other consumer's product of two tiles before has read this slot when its result was handed on.
+    mbarrier.wait(sum_full.index(slot * 2 + 1 - W), ((it // 2) & 1) ^ 1)
+    ds_s.index(slot * 2 + W).store(d_scores)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(slot), count=1)
+    return weights, gl.convert_layout(d_scores, P_L, assert_trivial=True)
+
+
+@gluon.jit
+def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, D: gl.constexpr):
+    """A tile's share of dq, this consumer's half of the columns: two products in the queue."""
+    HALF: gl.constexpr = D // 2
+    slot = it % 2
+    mbarrier.wait(ds_full.index(slot), (it // 2) & 1)
+    k_0 = k_s.index(kv * 2).reshape([64, D]).slice(W * HALF, HALF, dim=1)
+    k_1 = k_s.index(kv * 2 + 1).reshape([64, D]).slice(W * HALF, HALF, dim=1)
+    dq = gl.zeros([64, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    dq = warpgroup_mma(ds_s.index(slot * 2).permute((1, 0)), k_0, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(slot * 2 + 1).permute((1, 0)), k_1, dq, is_async=True)
+
+
+@gluon.jit
+def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it, D: gl.constexpr):
+    """A share of dq to the writer."""
+    slot = it % 2
+    mbarrier.wait(sum_empty.index(slot), ((it // 2) & 1) ^ 1)
+    sum_s.index(slot * 2 + W).store(in_order(dq, D))
+    fence_async_shared()
+    mbarrier.arrive(sum_full.index(slot * 2 + W), count=1)
+
+
+@gluon.jit
+def _store(x_s, desc, x, end, at, column, D: gl.constexpr):
+    """64 rows out through shared memory; tma.store_wait is the caller's."""
+    x_s.reshape([64, D]).store(x.to(x_s.dtype))
+    fence_async_shared()
+    if at < END:
+        tma.async_copy_shared_to_global(desc, [END, end, at, column], x_s)
+
+
+@gluon.jit
+def _consumer(
+    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s,
+    full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
+):  # fmt: skip
+    A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    it = 0
+    t = 0
+    n, k_end, k_x, head, _, _ = _take(job_s, job_full, job_empty, 0, 4)
+    while n > 0:
+        kv = t % KV
+        mbarrier.wait(kv_full.index(kv), (t // KV) & 1)
+        k = k_s.index(kv * 2 + W).reshape([64, D])
+        v = v_s.index(kv * 2 + W).reshape([64, D])
+        dk = gl.zeros([64, D], gl.float32, A_L)
+        dv = gl.zeros([64, D], gl.float32, A_L)
+        # Own values are read by nobody else, own keys by the other consumer's last product: they make room for dv, dk.
+        at, column = k_x + W * 64, head * D
+        if LAG:
+            s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
+            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+            p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
+            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
+            s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
+            it += 1
+            for _ in range(2, n):
+                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
+                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+                dq = warpgroup_mma_wait(2, deps=[dq_f])
+                _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+                s_f, dw_f, dk, dv = _scores_ahead(k, v, dk_f, dv_f, q_s, o_s, full, empty, it, EARLY, D, STAGES)
+                it += 1
+            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+            p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
+            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=[dq_f])
+            _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+            dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
+            mbarrier.arrive(empty.index(it % STAGES), count=1)
+            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
+            dq = warpgroup_mma_wait(0, deps=[dq_f])
+            _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+            it += 1
+        else:
+            for _ in range(n):
+                s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
+                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+                dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                dq = warpgroup_mma_wait(0, deps=[dq_f])
+                _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+                it += 1
+            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
+        mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
+        dk = dk * slope_factor(scale, out_scale, ACT, FOLD, LEAN)
+        _store(k_s.index(kv * 2 + W), dk_desc, dk, k_end, at, column, D)
+        t += 1
+        n, k_end, k_x, head, _, _ = _take(job_s, job_full, job_empty, t, 4)
+        tma.store_wait(0)
+        mbarrier.arrive(kv_empty.index(kv), count=1)
+
+
+# -- producer and writer -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(
+    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s,
+    full, empty, kv_full, kv_empty, job_full, job_empty, state, tiles, jobs, heads, shared,
+):  # fmt: skip
+    it = 0
+    t = 0
+    n = 1
+    while n > 0:
+        job = gl.atomic_add(state, 1, sem="relaxed")
+        sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
+        n = gl.where(sample >= 0, gl.maximum((q_len + 63) // 64, 2), 0)
+        k_end = k_start + k_len
+        k_x = END - k_len + row
+        # Tiles that no query sees need not wait for each other: nobody reads their sums.
+        turn = gl.where(q_len > 0, row // 128, 0)
+        _hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, first_tile(q_start, sample, shared))
+        if n > 0:
+            q_end = q_start + q_len
+            o_end = q_end
+            if shared > 0:
+                o_end = sample * shared + q_len
+            kv = t % KV
+            mbarrier.wait(kv_empty.index(kv), ((t // KV) & 1) ^ 1)
+            mbarrier.expect(kv_full.index(kv), 4 * k_desc.block_type.nbytes)
+            x = gl.where(q_len > 0, k_x, END)
+            for w in gl.static_range(2):
+                at = [END, k_end, x + w * 64, head * D]
+                tma.async_copy_global_to_shared(k_desc, at, kv_full.index(kv), k_s.index(kv * 2 + w))
+                tma.async_copy_global_to_shared(v_desc, at, kv_full.index(kv), v_s.index(kv * 2 + w))
+            for i in range(n):
+                stage = it % STAGES
+                mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
+                x = END - q_len + i * 64
+                tma.async_copy_global_to_shared(
+                    q_desc, [END, q_end, x, head * D], full.index(stage), q_s.index(stage)
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    o_desc, [END, o_end, x, head * D], full.index(stage), o_s.index(stage)
+                )  # fmt: skip
+                it += 1
+        t += 1
+
+
+@gluon.jit
+def _writer(
+    D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads
+):  # fmt: skip
+    it = 0
+    t = 0
+    n, _, _, head, turn, tile = _take(job_s, job_full, job_empty, 0, 1)
+    while n > 0:
+        flag = state + FLAGS + tile * heads + head
+        seen = 0
+        for i in range(n):
+            slot = it % 2
+            row = ((tile + i) * heads + head) * (2 * D)
+            mbarrier.wait(sum_full.index(slot * 2), (it // 2) & 1)
+            mbarrier.wait(sum_full.index(slot * 2 + 1), (it // 2) & 1)
+            while seen < turn:
+                seen = read_flag(flag)
+            for w in gl.static_range(2):
+                if turn > 0:
+                    add_to_global(sums_desc, [row + w * D, 0], sum_s.index(slot * 2 + w))
+                else:
+                    tma.async_copy_shared_to_global(sums_desc, [row + w * D, 0], sum_s.index(slot * 2 + w))
+            tma.store_wait(0)
+            mbarrier.arrive(sum_empty.index(slot), count=1)
+            # The next flag is read while the addition goes on; behind the last tile's there is one that nobody raises.
+            seen = read_flag(flag + heads)
+            raise_flag(flag, turn + 1)
+            flag += heads
+            it += 1
+        t += 1
+        n, _, _, head, turn, tile = _take(job_s, job_full, job_empty, t, 1)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
+def _backward_long(
+    q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
+    LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_desc.dtype
+    D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
+    o_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], o_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [KV * 2, 1, 1, 64, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [KV * 2, 1, 1, 64, D], v_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [4, 64, 64], D_L)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4, D, 32], sums_desc.layout)
+    job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    sum_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    sum_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(KV):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(sum_empty.index(i), count=1)
+        mbarrier.init(job_full.index(i), count=1)
+        mbarrier.init(job_empty.index(i), count=3)
+    for i in gl.static_range(4):
+        mbarrier.init(sum_full.index(i), count=1)
+    fence_async_shared()
+    consumed = (
+        dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full,
+        sum_empty, job_full, job_empty, scale, out_scale,
+    )  # fmt: skip
+    produced = (
+        q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s, full, empty, kv_full, kv_empty, job_full, job_empty,
+        state, tiles, jobs, heads, shared,
+    )  # fmt: skip
+    written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_producer, (D, STAGES, KV) + produced),
+            (_writer, (D,) + written),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
