@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 NO_SAMPLE = -1
+REST = 2048  # most rows of a record of what lies behind the last offset, in lists of whole samples
 FIELDS = 8  # sample, row, q_start, q_len, k_start, k_len, and two that make a record 32 bytes long
 
 
@@ -66,11 +67,11 @@ class Batch:
         return _cached(self, what, lambda: _build(self, side, block, sorted))
 
     def samples(self, most_q: int | None = None, most_k: int | None = None, beyond: bool = False) -> Tensor:
-        """The list of whole samples, the most work first: int32 [B + 2, FIELDS], records as in ``tiles`` with row 0.
+        """The list of whole samples, the most work first: int32 [N, FIELDS], records as in ``tiles`` with row 0.
 
-        Those without queries or without keys are among them. What lies behind the last offsets is two records of sample
-        B: one of queries that see nothing, one of keys that nothing sees. Records past a limit name no sample and stand
-        last; with ``beyond`` those within all limits do.
+        Those without queries or without keys are among them. What lies behind the last offsets is records of sample B,
+        of up to REST rows: of queries that see nothing, and of keys that nothing sees. Records past a limit name no
+        sample and stand last; with ``beyond`` those within all limits do.
         """
         return _cached(self, ("samples", most_q, most_k, beyond), lambda: _whole(self, most_q, most_k, beyond))
 
@@ -107,23 +108,33 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
 
 def _whole(batch: Batch, most_q: int | None, most_k: int | None, beyond: bool) -> Tensor:
     q_lens, k_lens = _lengths(batch)
-    nothing = torch.zeros_like(q_lens[:1])
-    q_len = torch.cat([q_lens, nothing])
-    k_len = torch.cat([k_lens[:-1], nothing, k_lens[-1:]])
-    k_start = torch.cat([batch.k_offsets.long(), batch.k_offsets[-1:].long()])
+    last = batch.k_offsets[-1:].long()
     starts = torch.zeros_like(batch.k_offsets) if batch.q_offsets is None else batch.q_offsets
-    q_start = torch.cat([starts.long(), starts[-1:].long()])
+    # What lies behind the last offsets, at most REST rows a record: one program would be long at them.
+    q_rest, q_rest_start = _cut(q_lens[-1:], starts[-1:].long(), batch.q_rows)
+    k_rest, k_rest_start = _cut(k_lens[-1:], last, batch.k_rows)
+    no_q, no_k = torch.zeros_like(k_rest), torch.zeros_like(q_rest)
+    q_len = torch.cat([q_lens[:-1], q_rest, no_q])
+    k_len = torch.cat([k_lens[:-1], no_k, k_rest])
+    q_start = torch.cat([starts[:-1].long(), q_rest_start, starts[-1:].long() + no_q])
+    k_start = torch.cat([batch.k_offsets[:-1].long(), last + no_k, k_rest_start])
     sample = torch.arange(q_len.shape[0], device=q_len.device).clamp(max=batch.size)
-    within = torch.ones_like(sample, dtype=torch.bool)
+    there = torch.ones_like(sample, dtype=torch.bool)
     for lens, most in ((q_len, most_q), (k_len, most_k)):
         if most is not None:
-            within &= lens <= most
-    there = ~within if beyond else within
+            there &= lens <= most
+    there = (~there if beyond else there) & ((sample < batch.size) | (q_len + k_len > 0))
     sample = torch.where(there, sample, NO_SAMPLE)
     unused = torch.zeros_like(sample)
     records = torch.stack((sample, unused, q_start, q_len, k_start, k_len, unused, unused), 1).to(torch.int32)
     work = torch.where(there, q_len * k_len + q_len + k_len, -1)
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
+
+
+def _cut(length: Tensor, start: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(rows, start) of the pieces of ``length`` rows, at most ``most`` of them, from ``start`` on."""
+    before = torch.arange(most // REST + 1, device=length.device) * REST
+    return (length - before).clamp(0, REST), start + before
 
 
 def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -86,13 +86,13 @@ def run(
     heads, head_dim = k_THD.shape[1:]
     variant = variant or VARIANTS[rows, head_dim]
     kind = kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
-    small = lean(activation, q_THD.dtype, qk_scale)
-    key = ("gluon backward, few queries", kind, activation, variant, small, dq.dtype)
-    run_it = PLANS.get(key)
-    if run_it is None:
-        run_it = launch_of(variant, head_dim, activation, folds(activation, q_THD), small)
+    is_lean = lean(activation, q_THD.dtype, qk_scale)
+    key = ("gluon backward, few queries", kind, activation, variant, is_lean, dq.dtype)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = launch_of(variant, head_dim, activation, folds(activation, q_THD), is_lean)
         if kind is not None:
-            remember(key, run_it)
+            remember(key, plan)
     samples = batch.samples(most_q=variant.rows)
     jobs = samples.shape[0] * heads
     if jobs >= 2**31:
@@ -100,7 +100,7 @@ def run(
     programs = min((jobs + 1) // 2, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
     claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
-    run_it(
+    plan(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq, samples, claimed, jobs, heads, programs, shared,
         qk_scale, out_scale,
     )  # fmt: skip
@@ -152,22 +152,15 @@ def _consumer(
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
-    DS_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * M, element_bitwidth=16, rank=2)
-    # A product has 64 rows: where there are fewer queries, dq is computed transposed.
-    TURNED: gl.constexpr = M == 32
-    DQ_L: gl.constexpr = S_L if TURNED else O_L
+    DS_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = ring.dtype
     dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
     dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     V_SCALED: gl.constexpr = LEAN or not FOLD
     s_zero = gl.zeros([N, M], gl.float32, S_L)
     o_zero = gl.zeros([N, D], gl.float32, O_L)
-    if TURNED:
-        m = gl.arange(0, M, gl.SliceLayout(0, DQ_L))[None, :]
-        d = gl.arange(0, D, gl.SliceLayout(1, DQ_L))[:, None]
-    else:
-        m = gl.arange(0, M, gl.SliceLayout(1, DQ_L))[:, None]
-        d = gl.arange(0, D, gl.SliceLayout(0, DQ_L))[None, :]
+    m = gl.arange(0, 64, gl.SliceLayout(1, O_L))[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, O_L))[None, :]
     t = 0
     it = 0
     row, q_len, k_start, k_len, column = _job(job_s, q_full, t, W, SLOTS)
@@ -176,10 +169,7 @@ def _consumer(
         q = q_s.index(slot).reshape([M, D])
         d_out = d_out_s.index(slot).reshape([M, D])
         n = key_tiles(k_len, N)
-        if TURNED:
-            dq = gl.zeros([D, M], gl.float32, DQ_L)
-        else:
-            dq = gl.zeros([M, D], gl.float32, DQ_L)
+        dq = gl.zeros([64, D], gl.float32, O_L)
         for j in range(n):
             k_at = W * BUFFERS + (2 * it) % BUFFERS
             v_at = W * BUFFERS + (2 * it + 1) % BUFFERS
@@ -202,14 +192,13 @@ def _consumer(
             p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
             ds16 = dx.to(dtype)
             ds = gl.convert_layout(ds16, P_L, assert_trivial=True)
-            ds_s = v_s._reinterpret(dtype, [N, M], DS_L)
-            ds_s.store(ds16)
+            # A product has 64 rows: with 32 queries the others are of whatever lies there, and are not stored. (Turned,
+            # [D, 32], it read wrong operands on the H200: triton 3.6, ds with 64-byte swizzle.)
+            ds_s = v_s._reinterpret(dtype, [N, 64], DS_L)
+            ds_s.slice(0, M, dim=1).store(ds16)
             fence_async_shared()
             dv_f = warpgroup_mma(p, d_out, o_zero, use_acc=False, is_async=True)
-            if TURNED:
-                dq_f = warpgroup_mma(k.permute((1, 0)), ds_s, dq, is_async=True)
-            else:
-                dq_f = warpgroup_mma(ds_s.permute((1, 0)), k, dq, is_async=True)
+            dq_f = warpgroup_mma(ds_s.permute((1, 0)), k, dq, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv_f])
             if V_SCALED:
                 dv = dv * dv_factor

@@ -7,7 +7,7 @@ gradients are register operands of dv += weights d_out and dk += d_scores q; d_s
 dq = d_scores^T k, of which each consumer computes half of the columns over all 128 keys.
 
 A key tile's share of dq goes to sums in global memory (``sums``), fp32, by the copy engine: the first tile of a sample
-stores, the others add, one after the other, so that every run gives the same bits. For that the writer, a warp, waits
+stores, the others add, one after the other, so that every run gives the same bits. For that a writer, a warp, waits
 until the flag of a query tile and head counts all earlier tiles of the sample, adds, waits until the addition is done,
 and counts itself. Nothing waits in a circle: jobs are handed out in ascending order, and a job waits only for those of
 the same sample and head with earlier keys. These have lower numbers, since tiles of a sample ascend in the list (its
@@ -57,7 +57,7 @@ from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
 
 _KEYS = 128  # of a job
-PARTS = gl.constexpr(6)  # numbers that the producer hands on for a job: see _take
+PARTS = gl.constexpr(6)  # numbers that the producer hands on for a job: see _told
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,18 @@ class Variant:
     stages: int  # tiles of queries and d_out under way
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
     lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
+    kv_registers: bool = False  # keys and values are copied to registers before their products
     early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
 
 
-VARIANTS = {64: Variant(4, kv_slots=2), 128: Variant(2, lag=False)}
+VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True), 128: Variant(2, lag=False)}
 
 
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), ACT=activation, FOLD=fold, LEAN=lean,
-        D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
+        _backward_long, LAG=int(variant.lag), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
+        ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
         ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
@@ -135,21 +136,11 @@ def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile)
 
 
 @gluon.jit
-def _take(job_s, job_full, job_empty, t, WARPS: gl.constexpr):
-    """A job: query tiles (0: there is no more job); end and first row of the keys, as descriptors count; head; tiles of
-    the sample with earlier keys; number of the first query tile.
+def _told(job_s, t, part: gl.constexpr, WARPS: gl.constexpr):
+    """Of job ``t``: 0 query tiles (0: there is no more job); 1 end and 2 first row of the keys, as descriptors count;
+    3 head; 4 tiles of the sample with earlier keys; 5 number of the first query tile.
     """
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    slot = t % 2
-    mbarrier.wait(job_full.index(slot), (t // 2) & 1)
-    tiles = gl.max(job_s.index(slot * PARTS).load(L), 0)
-    k_end = gl.max(job_s.index(slot * PARTS + 1).load(L), 0)
-    k_x = gl.max(job_s.index(slot * PARTS + 2).load(L), 0)
-    head = gl.max(job_s.index(slot * PARTS + 3).load(L), 0)
-    turn = gl.max(job_s.index(slot * PARTS + 4).load(L), 0)
-    tile = gl.max(job_s.index(slot * PARTS + 5).load(L), 0)
-    mbarrier.arrive(job_empty.index(slot), count=1)
-    return tiles, k_end, k_x, head, turn, tile
+    return gl.max(job_s.index(t % 2 * PARTS + part).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -235,33 +226,44 @@ def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it, D: gl.constexp
 
 
 @gluon.jit
-def _store(x_s, desc, x, end, at, column, D: gl.constexpr):
-    """64 rows out through shared memory; tma.store_wait is the caller's."""
-    x_s.reshape([64, D]).store(x.to(x_s.dtype))
+def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.constexpr):
+    """This consumer's rows of dk or dv out through where its keys or values are; tma.store_wait is the caller's.
+
+    Its values are read by nobody else, its keys by the other consumer's last product.
+    """
+    end, at, column = _told(job_s, t, 1, 4), _told(job_s, t, 2, 4) + W * 64, _told(job_s, t, 3, 4) * D
+    own = x_s.index(kv * 2 + W)
+    own.reshape([64, D]).store((x * factor).to(x_s.dtype))
     fence_async_shared()
     if at < END:
-        tma.async_copy_shared_to_global(desc, [END, end, at, column], x_s)
+        tma.async_copy_shared_to_global(desc, [END, end, at, column], own)
 
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s,
-    full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
+    W: gl.constexpr, LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, dk_desc, dv_desc,
+    q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full, sum_empty, job_full,
+    job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
+    dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
+    dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     it = 0
     t = 0
-    n, k_end, k_x, head, _, _ = _take(job_s, job_full, job_empty, 0, 4)
+    mbarrier.wait(job_full.index(0), 0)
+    n = _told(job_s, 0, 0, 4)
     while n > 0:
         kv = t % KV
         mbarrier.wait(kv_full.index(kv), (t // KV) & 1)
         k = k_s.index(kv * 2 + W).reshape([64, D])
         v = v_s.index(kv * 2 + W).reshape([64, D])
+        if REGISTERS:
+            k = k.load(K_L)
+            v = v.load(K_L)
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
-        # Own values are read by nobody else, own keys by the other consumer's last product: they make room for dv, dk.
-        at, column = k_x + W * 64, head * D
         if LAG:
             s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
@@ -290,8 +292,7 @@ def _consumer(
             dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
             dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
             mbarrier.arrive(empty.index(it % STAGES), count=1)
-            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
+            _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
             dq = warpgroup_mma_wait(0, deps=[dq_f])
             _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
             it += 1
@@ -308,15 +309,15 @@ def _consumer(
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
                 it += 1
-            dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-            _store(v_s.index(kv * 2 + W), dv_desc, dv, k_end, at, column, D)
+            _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
         mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
-        dk = dk * slope_factor(scale, out_scale, ACT, FOLD, LEAN)
-        _store(k_s.index(kv * 2 + W), dk_desc, dk, k_end, at, column, D)
-        t += 1
-        n, k_end, k_x, head, _, _ = _take(job_s, job_full, job_empty, t, 4)
+        _store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, D)
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index(kv), count=1)
+        mbarrier.arrive(job_empty.index(t % 2), count=1)
+        t += 1
+        mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
+        n = _told(job_s, t, 0, 4)
 
 
 # -- producer and writer -----------------------------------------------------------------------------------------------
@@ -369,35 +370,40 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads
+    S: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads
 ):  # fmt: skip
+    """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time."""
     it = 0
     t = 0
-    n, _, _, head, turn, tile = _take(job_s, job_full, job_empty, 0, 1)
+    mbarrier.wait(job_full.index(0), 0)
+    n = _told(job_s, 0, 0, 1)
     while n > 0:
-        flag = state + FLAGS + tile * heads + head
+        head, turn, tile = _told(job_s, t, 3, 1), _told(job_s, t, 4, 1), _told(job_s, t, 5, 1)
+        mbarrier.arrive(job_empty.index(t % 2), count=1)
         seen = 0
-        for i in range(n):
-            slot = it % 2
-            row = ((tile + i) * heads + head) * (2 * D)
-            mbarrier.wait(sum_full.index(slot * 2), (it // 2) & 1)
-            mbarrier.wait(sum_full.index(slot * 2 + 1), (it // 2) & 1)
+        for i in range((S + it) % 2, n, 2):
+            at = (tile + i) * heads + head
+            phase = ((it + i) // 2) & 1
+            flag = state + FLAGS + at
+            mbarrier.wait(sum_full.index(S * 2), phase)
+            mbarrier.wait(sum_full.index(S * 2 + 1), phase)
             while seen < turn:
                 seen = read_flag(flag)
             for w in gl.static_range(2):
+                row = (2 * at + w) * D
                 if turn > 0:
-                    add_to_global(sums_desc, [row + w * D, 0], sum_s.index(slot * 2 + w))
+                    add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
                 else:
-                    tma.async_copy_shared_to_global(sums_desc, [row + w * D, 0], sum_s.index(slot * 2 + w))
+                    tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
             tma.store_wait(0)
-            mbarrier.arrive(sum_empty.index(slot), count=1)
-            # The next flag is read while the addition goes on; behind the last tile's there is one that nobody raises.
-            seen = read_flag(flag + heads)
+            mbarrier.arrive(sum_empty.index(S), count=1)
+            # The next flag is read while the addition goes on; behind the last tile's are some that nobody raises.
+            seen = read_flag(flag + 2 * heads)
             raise_flag(flag, turn + 1)
-            flag += heads
-            it += 1
+        it += n
         t += 1
-        n, _, _, head, turn, tile = _take(job_s, job_full, job_empty, t, 1)
+        mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
+        n = _told(job_s, t, 0, 1)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -406,8 +412,8 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    LAG: gl.constexpr, EARLY: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    LAG: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -437,7 +443,7 @@ def _backward_long(
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(sum_empty.index(i), count=1)
         mbarrier.init(job_full.index(i), count=1)
-        mbarrier.init(job_empty.index(i), count=3)
+        mbarrier.init(job_empty.index(i), count=4)
     for i in gl.static_range(4):
         mbarrier.init(sum_full.index(i), count=1)
     fence_async_shared()
@@ -452,10 +458,11 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, LAG, EARLY, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (0, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, LAG, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
             (_producer, (D, STAGES, KV) + produced),
-            (_writer, (D,) + written),
+            (_writer, (0, D) + written),
+            (_writer, (1, D) + written),
         ],
-        [4, 1, 1], [240, 24, 24],
+        [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -11,7 +11,8 @@ first one stores.
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from typing import Any
@@ -70,11 +71,11 @@ class SumsLaunch(Launch):
 def buffers(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums as rows of 32; zeros: a counter of jobs and, from ``FLAGS`` on, flags), for as many tiles as there may be.
 
-    There is a tile's flags more, which nobody raises: who is behind the last tile may read them.
+    There are two tiles' flags more, which nobody raises: who is behind the last tile may read them.
     """
     tiles = q_rows // 64 + 2 * samples + 2
     sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
-    return sums, torch.zeros(_FLAGS + (tiles + 1) * heads, dtype=torch.int32, device=device)
+    return sums, torch.zeros(_FLAGS + (tiles + 2) * heads, dtype=torch.int32, device=device)
 
 
 @builtin

@@ -27,6 +27,7 @@ class BarrierFault(Fault):
 
 
 _MOST_STEPS = 2_000_000
+_MOST_POLLS = 100
 
 
 # -- who is next -------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ class Worker:
 
 
 class Machine:
-    """Workers and units, and when they go on: after a random time each, longer or shorter by who it is.
+    """Workers and units, and when they go on: after random times, longer or shorter by who it is, a few very long.
 
     Seeds differ in character too: by their remainder by 4 the units' times are mixed, so long that they act when nobody
     else can, or so short that nothing waits for them; or partitions differ in pace by up to a million.
@@ -105,11 +106,14 @@ class Machine:
         return worker
 
     def schedule(self, worker: Worker) -> None:
-        self._put(worker.pace * self.random.random() * 2.0**worker.polls, worker)
+        self._put(worker.pace * self._time(1 / 256) * 2.0**worker.polls, worker)
 
     def later(self, action: Callable[[], None]) -> None:
         """Have a unit do something at some time."""
-        self._put(self._unit_pace * 10.0 ** (3.0 * self.random.random()), action)
+        self._put(self._unit_pace * 10.0 ** (3.0 * self.random.random()) * self._time(1 / 16), action)
+
+    def _time(self, rare: float) -> float:
+        return self.random.random() * (1e4 if self.random.random() < rare else 1.0)
 
     def _put(self, delay: float, what: "Worker | Callable[[], None]") -> None:
         self._steps += 1
@@ -150,6 +154,8 @@ class Machine:
         """Called by the worker that runs, and returned: others may go first."""
         worker = self.running()
         worker.polls = worker.polls + 1 if polls else 0
+        if worker.polls > _MOST_POLLS:
+            raise Deadlock(f"{worker.name} looks at a flag that nobody raises")
         self.hub.switch()
         return worker
 

@@ -137,7 +137,7 @@ def test_a_backward_is_right_in_any_order(kernel, lengths):
 
 def _seen(variant: Variant) -> str | None:
     """What tells of a fault, in the first order that does."""
-    for order in [*ORDERS, *((seed, (16, 7, 2, 3)[seed % 4]) for seed in range(4, 12))]:
+    for order in [*ORDERS, *((seed, (2, 16, 3, 1, 7)[seed % 5]) for seed in range(4, 12))]:
         for lengths in ("ragged", "few keys" if variant.kernel == "short" else "many keys"):
             try:
                 _check_forward(lengths, 16, BF16, "silu", variant, [order])

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from itertools import accumulate, pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -121,8 +122,11 @@ def test_each_sample_is_within_the_limits_or_beyond_them(batch_and_lens, most_q,
     k_starts = [0, *accumulate(k for _, k in lens)]
     rest_q, rest_k = lens[-1]
     whole = [[i, 0, q_starts[i], q, k_starts[i], k, 0, 0] for i, (q, k) in enumerate(lens[:-1])]
-    last = batch.size
-    whole += [[last, 0, q_starts[last], q, k_starts[last], k, 0, 0] for q, k in ((rest_q, 0), (0, rest_k))]
+    for side, start, rest in ((3, q_starts[batch.size], rest_q), (5, k_starts[batch.size], rest_k)):
+        for row in range(0, rest, 64):
+            record = [batch.size, 0, q_starts[batch.size], 0, k_starts[batch.size], 0, 0, 0]
+            record[side - 1 : side + 1] = [start + row, min(64, rest - row)]
+            whole.append(record)
 
     def fits(record: list[int]) -> bool:
         return (most_q is None or record[3] <= most_q) and (most_k is None or record[5] <= most_k)
@@ -130,10 +134,13 @@ def test_each_sample_is_within_the_limits_or_beyond_them(batch_and_lens, most_q,
     for beyond in (False, True):
         expected = [record for record in whole if fits(record) != beyond]
         expected.sort(key=lambda record: -(record[3] * record[5] + record[3] + record[5]))
-        found = batch.samples(most_q, most_k, beyond)
+        with mock.patch.object(schedule, "REST", 64):
+            found = Batch(
+                batch.q_offsets, batch.k_offsets.clone(), batch.q_rows, batch.k_rows, shared=batch.shared
+            ).samples(most_q, most_k, beyond)
         assert found.dtype == torch.int32 and found.is_contiguous()
         records = found.tolist()
-        assert len(records) == batch.size + 2  # of lengths nothing is known on the host
+        assert len(records) == batch.size + batch.q_rows // 64 + batch.k_rows // 64 + 2  # whatever the lengths are
         assert records[: len(expected)] == expected
         assert all(record[0] == NO_SAMPLE for record in records[len(expected) :])
 

@@ -1,0 +1,511 @@
+"""Backward of GDPA on Hopper, short keys: 128 keys stay while all queries of the sample pass; five products.
+
+A job is a sample and a head; a pass, 128 of its keys. Two consumers (a warpgroup each) hold dk and dv of 64 keys each
+in registers. Queries and d_out pass through a ring, 64 rows a tile, which a producer (a warp) fills ahead of them.
+
+    s^T = k q^T, dp^T = v d_out^T    keys by queries, so that weights and their gradients are register operands of
+    dv += p^T d_out, dk += ds^T q    and ds^T goes through shared memory for
+    dq = ds k                        of which each consumer computes half of the columns over all 128 keys.
+
+EARLY: dq of a tile stands behind the next one's scores in the tensor core's queue, so that it is computed while weights
+are. Else it stands before the next one's dv and dk, which takes fewer registers and a third buffer of ds.
+
+dq of a sample of one pass leaves at once. Of more, each pass adds to what the one before left in fp32: the thread that
+wrote it reads it, so that nothing has to wait for anything and every run gives the same bits. Passes walk the queries
+forth and back in turn: what was written last is read first, from L2.
+
+Between passes only keys are waited for: queries, d_out and values come while the last tile is worked at, and dv and dk
+leave through a place of their own.
+
+No masks: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and what it stores stops there. A
+job without keys reads no queries and one without queries no keys, so that whatever they are its gradients are 0.
+
+Legend: T rows of all samples, H heads, D head_dim.
+"""
+
+# ruff: noqa: RUF005
+# Gluon knows no starred tuples.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem.kernels import launch
+from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, lean, record_of
+from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
+from gem.kernels.schedule import Batch
+
+_KEYS = 128  # of a pass
+_HALF_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
+# Numbers that the producer hands on for a pass.
+TILES = gl.constexpr(0)  # of queries; 0: there is no more pass
+K_END = gl.constexpr(1)
+K_X = gl.constexpr(2)  # first row of the keys, as descriptors count
+Q_END = gl.constexpr(3)  # of dq
+Q_LEN = gl.constexpr(4)
+HEAD = gl.constexpr(5)
+PART = gl.constexpr(6)  # number of the first query tile among all
+PLACE = gl.constexpr(7)  # 2 * number of the pass in its job, + 1 for the last one
+PARTS = gl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class Short:
+    """What the kernel may do in more than one way."""
+
+    buffers: int  # tiles of queries or d_out in shared memory
+    early: bool = True  # see EARLY
+
+
+VARIANTS = {64: Short(10), 128: Short(4, early=False)}
+
+
+class _ShortLaunch(Launch):
+    """dq, of which each consumer stores half a head's columns, comes as [T, 2 * H, D / 2]."""
+
+    def _given(self, position: int, x):
+        if position == 6 and x.dtype != torch.float32:
+            return launch.ragged(x, 64, LAYOUT if x.shape[2] == 64 else _HALF_LAYOUT)
+        return super()._given(position, x)
+
+
+def launch_of(variant: Short, head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
+    """The kernel with the constants of a variant. Arguments: see ``run``."""
+    return _ShortLaunch(
+        _backward_short, EARLY=int(variant.early), BUFFERS=variant.buffers, ACT=activation, FOLD=fold, LEAN=lean,
+        D=head_dim, warps=4, ragged=dict.fromkeys(range(6), 64), layout=LAYOUT,
+    )  # fmt: skip
+
+
+def run(
+    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
+    activation: str, qk_scale: float, out_scale: float = 1.0, samples: Tensor | None = None,
+    variant: Short | None = None,
+) -> None:  # fmt: skip
+    """Gradients of ``samples``, a list of the batch's (None: all of them), into dq, dk, dv, all contiguous.
+
+    Rows of other samples stay as they are. ``dq`` is of q's type or fp32, for ``batch.shared`` queries
+    [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
+    """
+    heads, head_dim = k_THD.shape[1:]
+    variant = variant or VARIANTS[head_dim]
+    kind = kind_of(batch, q_THD, k_THD, v_THD, d_out_THD)
+    small = lean(activation, q_THD.dtype, qk_scale)
+    key = ("gluon backward, short", kind, activation, variant, small, dq.dtype)
+    run_it = PLANS.get(key)
+    if run_it is None:
+        run_it = launch_of(variant, head_dim, activation, folds(activation, q_THD), small)
+        if kind is not None:
+            remember(key, run_it)
+    samples = batch.samples() if samples is None else samples
+    jobs = samples.shape[0] * heads
+    if jobs >= 2**30:
+        raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**30")
+    programs = min(jobs, launch.multiprocessors(k_THD.device))
+    shared = batch.shared if batch.q_offsets is None else 0
+    claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
+    # Tile i of a sample is number start // 64 + sample + i: no two are the same. Up to 128 keys are one pass.
+    tiles = dq.shape[0] // 64 + batch.size + 1 if batch.k_rows > _KEYS else 0
+    parts = torch.empty(max(tiles * heads * 64 * head_dim, 1), dtype=torch.float32, device=k_THD.device)
+    run_it(
+        (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq.view(dq.shape[0], 2 * heads, head_dim // 2), parts,
+        samples, claimed, jobs, heads, programs, shared, qk_scale, out_scale,
+    )  # fmt: skip
+
+
+# -- consumers ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _field(job_s, t, number: gl.constexpr):
+    """A number of pass ``t`` that the producer handed on."""
+    return gl.max(job_s.index((t % 2) * PARTS + number).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _nothing(it):
+    """0, which the compiler does not know: addresses that it took out of loops would have to go to local memory."""
+    return it >> 30
+
+
+@gluon.jit
+def _scores(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
+    """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
+    k = k_s.index(W + _nothing(it)).reshape([64, D])
+    v = v_s.index(W + _nothing(it)).reshape([64, D])
+    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    at = (2 * it) % BUFFERS
+    mbarrier.wait(full.index(at), ((2 * it) // BUFFERS) & 1)
+    scores = warpgroup_mma(k, ring.index(at).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    at = (2 * it + 1) % BUFFERS
+    mbarrier.wait(full.index(at), ((2 * it + 1) // BUFFERS) & 1)
+    d_weights = warpgroup_mma(v, ring.index(at).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return scores, d_weights
+
+
+@gluon.jit
+def _part(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
+    """Where a thread has its numbers of a tile's sum, 16 bytes at a time:
+    [column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2].
+    """
+    number = (_field(job_s, t, PART) + tile) * heads + _field(job_s, t, HEAD)
+    base = parts + number.to(gl.int64) * (64 * D) + W * (32 * D)
+    return base + gl.arange(0, 32 * D, gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
+    """What passes before this one left of dq of 64 queries."""
+    H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
+    dq = gl.zeros([64, D // 2], gl.float32, H_L)
+    if _field(job_s, t, PLACE) > 1:
+        x = gl.load(_part(W, job_s, t, parts, tile, heads, D), cache_modifier=".cg")
+        x = x.reshape([D // 16, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, D // 2])
+        dq = gl.convert_layout(x, H_L, assert_trivial=True)
+    return dq
+
+
+@gluon.jit
+def _wait_ds(ds_full, it, DS: gl.constexpr):
+    mbarrier.wait(ds_full.index(it % DS), (it // DS) & 1)
+
+
+@gluon.jit
+def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, D: gl.constexpr, DS: gl.constexpr):
+    """This consumer's columns of dq with the pass's share of a tile, in the queue."""
+    slot = it % DS
+    k_0 = k_s.index(_nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    k_1 = k_s.index(1 + _nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k_0, dq, is_async=True)
+    return warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k_1, dq, is_async=True)
+
+
+@gluon.jit
+def _operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
+    """Weights and gradients of scores as register operands; the latter to both consumers too."""
+    P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    ds16 = dx.to(dtype)
+    ds_s.index(W * DS + it % DS).store(ds16)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(it % DS), count=1)
+    p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
+    return p, gl.convert_layout(ds16, P_L, assert_trivial=True)
+
+
+@gluon.jit
+def _give_back(empty, it, BUFFERS: gl.constexpr):
+    mbarrier.arrive(empty.index((2 * it) % BUFFERS), count=1)
+    mbarrier.arrive(empty.index((2 * it + 1) % BUFFERS), count=1)
+
+
+@gluon.jit
+def _out(
+    W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr
+):  # fmt: skip
+    """Half the columns of dq of 64 queries, or what is there of it, out. tma.store_wait is the caller's."""
+    C: gl.constexpr = D // 2
+    if _field(job_s, t, PLACE) % 2 == 0:
+        FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        x = dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([64 * C])
+        gl.store(_part(W, job_s, t, parts, tile, heads, D), gl.convert_layout(x, FLAT, assert_trivial=True))
+    else:
+        q_end = _field(job_s, t, Q_END)
+        q_len = _field(job_s, t, Q_LEN)
+        column = _field(job_s, t, HEAD) * D + W * C
+        dq = dq * factor
+        if F32:
+            H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+            rows = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, H_L))[:, None]
+            columns = column + gl.arange(0, C, gl.SliceLayout(0, H_L))[None, :]
+            base = dq_to + (q_end - q_len).to(gl.int64) * (heads * D)
+            gl.store(base + (rows * (heads * D) + columns), dq, mask=rows < q_len)
+        else:
+            to = dq_s.index(W + _nothing(it))
+            to.reshape([64, C]).store(dq.to(dq_s.dtype))
+            fence_async_shared()
+            if tile * 64 < q_len:
+                tma.async_copy_shared_to_global(
+                    dq_to, [END, q_end, END - q_len + tile * 64, column], to
+                )  # fmt: skip
+
+
+@gluon.jit
+def _store(x_s, desc, x, end, at, column, D: gl.constexpr):
+    """64 rows out through shared memory; tma.store_wait is the caller's."""
+    x_s.reshape([64, D]).store(x.to(x_s.dtype))
+    fence_async_shared()
+    if at < END:
+        tma.async_copy_shared_to_global(desc, [END, end, at, column], x_s)
+
+
+@gluon.jit
+def _consumer(
+    W: gl.constexpr, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, D: gl.constexpr, DS: gl.constexpr, F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s,
+    v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, ds_full, job_full, job_empty, heads,
+    scale, out_scale,
+):  # fmt: skip
+    A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dtype: gl.constexpr = ring.dtype
+    dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
+    zero = gl.zeros([64, D], gl.float32, A_L)
+    it = 0
+    t = 0
+    mbarrier.wait(job_full.index(0), 0)
+    n = _field(job_s, 0, TILES)
+    while n > 0:
+        back = (_field(job_s, t, PLACE) // 2) % 2
+        step = 1 - 2 * back
+        tile = back * (n - 1)
+        mbarrier.wait(v_full.index(W), t & 1)
+        mbarrier.wait(k_full, t & 1)
+        s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+        d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
+        q = ring.index((2 * it) % BUFFERS).reshape([64, D])
+        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+        if n == 1:
+            mbarrier.arrive(v_empty.index(W), count=1)
+        w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+        p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+        dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+        dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
+        _give_back(empty, it, BUFFERS)
+        it += 1
+        for i in range(1, n):
+            s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+            d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
+            q = ring.index((2 * it) % BUFFERS).reshape([64, D])
+            if EARLY:
+                dq = _so_far(W, job_s, t, parts, tile, heads, D)
+                _wait_ds(ds_full, it - 1, DS)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
+                s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
+                if i + 1 == n:
+                    mbarrier.arrive(v_empty.index(W), count=1)
+                w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+                # The other one's product of two tiles before has ended, or ds of the last would not be there.
+                dq = warpgroup_mma_wait(0, deps=[dq_f])
+                tma.store_wait(0)
+                p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+                dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
+                dk_f = warpgroup_mma(ds, q, dk, is_async=True)
+            else:
+                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+                if i + 1 == n:
+                    mbarrier.arrive(v_empty.index(W), count=1)
+                w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+                tma.store_wait(0)
+                # When ds of the last tile is there, the other one's product of three tiles before has ended.
+                _wait_ds(ds_full, it - 1, DS)
+                p, ds = _operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+                dq = _so_far(W, job_s, t, parts, tile, heads, D)
+                dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
+                dk_f = warpgroup_mma(ds, q, dk, is_async=True)
+                dq = warpgroup_mma_wait(1, deps=[dq_f])
+            _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+            tile += step
+            dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
+            _give_back(empty, it, BUFFERS)
+            it += 1
+        k_end = _field(job_s, t, K_END)
+        k_x = _field(job_s, t, K_X) + W * 64
+        column = _field(job_s, t, HEAD) * D
+        # While the other consumer may have to come up.
+        tma.store_wait(0)
+        dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+        _store(out_s.index(W + _nothing(it)), dv_desc, dv, k_end, k_x, column, D)
+        dq = _so_far(W, job_s, t, parts, tile, heads, D)
+        _wait_ds(ds_full, it - 1, DS)
+        dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
+        dq = warpgroup_mma_wait(0, deps=[dq_f])
+        mbarrier.arrive(k_empty, count=1)
+        tma.store_wait(0)
+        _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+        _store(out_s.index(W + _nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
+        mbarrier.arrive(job_empty.index(t % 2), count=1)
+        t += 1
+        mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
+        n = _field(job_s, t, TILES)
+    tma.store_wait(0)
+
+
+# -- producer ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _put(job_s, t, number: gl.constexpr, value):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    job_s.index((t % 2) * PARTS + number).store(gl.full([1], value, gl.int32, L))
+
+
+@gluon.jit
+def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared):
+    """Pass ``t`` to the consumers. Returns its query tiles."""
+    slot = t % 2
+    mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
+    n = gl.where(sample >= 0, gl.maximum((q_len + 63) // 64, 1), 0)
+    row = q_start
+    if shared > 0:
+        row = sample * shared
+    last = gl.where(kt + 1 == key_tiles(k_len, 128), 1, 0)
+    _put(job_s, t, TILES, n)
+    _put(job_s, t, K_END, k_start + k_len)
+    _put(job_s, t, K_X, END - k_len + kt * 128)
+    _put(job_s, t, Q_END, row + q_len)
+    _put(job_s, t, Q_LEN, q_len)
+    _put(job_s, t, HEAD, head)
+    _put(job_s, t, PART, row // 64 + sample)
+    _put(job_s, t, PLACE, 2 * kt + last)
+    mbarrier.arrive(job_full.index(slot), count=1)
+    return n
+
+
+@gluon.jit
+def _load_keys(desc, k_s, k_full, k_empty, t, k_end, x, column):
+    mbarrier.wait(k_empty, (t & 1) ^ 1)
+    mbarrier.expect(k_full, 2 * desc.block_type.nbytes)
+    for w in gl.static_range(2):
+        tma.async_copy_global_to_shared(desc, [END, k_end, x + w * 64, column], k_full, k_s.index(w))
+
+
+@gluon.jit
+def _load_values(desc, v_s, v_full, v_empty, t, k_end, x, column):
+    for w in gl.static_range(2):
+        mbarrier.wait(v_empty.index(w), (t & 1) ^ 1)
+        mbarrier.expect(v_full.index(w), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [END, k_end, x + w * 64, column], v_full.index(w), v_s.index(w))
+
+
+@gluon.jit
+def _load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BUFFERS: gl.constexpr):
+    """Queries and d_out of a tile into the next two buffers."""
+    for half in gl.static_range(2):
+        number = 2 * it + half
+        at = number % BUFFERS
+        mbarrier.wait(empty.index(at), ((number // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(full.index(at), q_desc.block_type.nbytes)
+        if half == 0:
+            tma.async_copy_global_to_shared(q_desc, [END, q_end, x, column], full.index(at), ring.index(at))
+        else:
+            tma.async_copy_global_to_shared(o_desc, [END, o_end, x, column], full.index(at), ring.index(at))
+
+
+@gluon.jit
+def _producer(
+    BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s,
+    full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, programs, shared,
+):  # fmt: skip
+    it = 0
+    t = 0
+    kt = 0
+    next_job = dealt(1, 0, programs, 1, True)
+    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, dealt(0, 0, programs, 1, True), jobs, heads)
+    n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared)
+    while n > 0:
+        back = kt % 2
+        step = 64 - 128 * back
+        k_end, column = k_start + k_len, head * D
+        o_end = q_start + q_len
+        if shared > 0:
+            o_end = sample * shared + q_len
+        q_x = gl.where(k_len > 0, END - q_len + back * (n - 1) * 64, END)
+        k_x = gl.where(q_len > 0, END - k_len + kt * 128, END)
+        for i in range(n):
+            _load_tile(q_desc, o_desc, ring, full, empty, it, q_start + q_len, o_end, q_x, column, BUFFERS)
+            it += 1
+            q_x += gl.where(k_len > 0, step, 0)
+            # In the order in which the pass before frees its places.
+            if i == gl.minimum(BUFFERS // 2 - 2, n - 1):
+                _load_values(v_desc, v_s, v_full, v_empty, t, k_end, k_x, column)
+            if i == gl.minimum(BUFFERS // 2 - 1, n - 1):
+                _load_keys(k_desc, k_s, k_full, k_empty, t, k_end, k_x, column)
+                n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+        kt += 1
+        t += 1
+        if kt >= key_tiles(k_len, 128):
+            kt = 0
+            sample, q_start, q_len, k_start, k_len, head = n_sample, n_q_start, n_q_len, n_k_start, n_k_len, n_head
+            next_job = 2 * programs + gl.atomic_add(claimed, 1, sem="relaxed")
+        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared)
+
+
+# -- kernel ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
+def _backward_short(
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, parts, samples, claimed, jobs, heads, programs, shared,
+    scale, out_scale, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
+    DS: gl.constexpr = 2 if EARLY else 3  # buffers of ds of a consumer
+    # A pointer where dq is fp32, for which there is no room.
+    F32: gl.constexpr = isinstance(dq_to.type, gl.pointer_type)
+    dtype: gl.constexpr = k_desc.dtype
+    D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ring = gl.allocate_shared_memory(dtype, [BUFFERS, 1, 1, 64, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], v_desc.layout)
+    out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], dk_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [2 * DS, 64, 64], D_L)
+    if F32:
+        dq_s = v_s
+    else:
+        dq_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D // 2], dq_to.layout)
+    job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS, 1], mbarrier.MBarrierLayout())
+    job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1)
+        mbarrier.init(job_full.index(i), count=1)
+        mbarrier.init(job_empty.index(i), count=2)
+    for i in gl.static_range(DS):
+        mbarrier.init(ds_full.index(i), count=2)
+    mbarrier.init(k_full.index(0), count=1)
+    mbarrier.init(k_empty.index(0), count=2)
+    fence_async_shared()
+    consumed = (
+        dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full.index(0),
+        k_empty.index(0), v_full, v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
+    )  # fmt: skip
+    produced = (
+        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
+        k_empty.index(0), v_full, v_empty, job_full, job_empty, jobs, heads, programs, shared,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (0, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
+            (_consumer, (1, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
+            (_producer, (BUFFERS, D) + produced),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
