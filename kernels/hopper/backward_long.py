@@ -66,21 +66,19 @@ class Variant:
 
     stages: int  # tiles of queries and d_out under way
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
-    lag: bool = True  # a tile's dq is computed with the next one's dk and dv, else with its own
     kv_registers: bool = False  # keys and values are copied to registers before their products
-    turns: bool = True  # with lag: consumers issue a tile's products in turns, so that one's run while the other weighs
-    early: bool = True  # with lag: the next tile's scores are in the queue before dk and dv are done
+    turns: bool = True  # consumers issue a tile's products in turns, so that one's run while the other weighs
+    early: bool = True  # the next tile's scores are in the queue before dk and dv are done
 
 
-VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True), 128: Variant(2, lag=False)}
+VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True, turns=False), 128: Variant(2, turns=False, early=False)}
 
 
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, LAG=int(variant.lag), TURNS=int(variant.turns), EARLY=int(variant.early),
-        REGISTERS=int(variant.kv_registers), ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages,
-        KV=variant.kv_slots, warps=4,
+        _backward_long, TURNS=int(variant.turns), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
+        ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
         ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
@@ -145,25 +143,36 @@ def _told(job_s, t, part: gl.constexpr, WARPS: gl.constexpr):
     return gl.max(job_s.index(t % 2 * PARTS + part).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
+@gluon.jit
+def _nothing(it, D: gl.constexpr):
+    """0, which at head_dim 128 the compiler does not know: addresses taken out of loops would go to local memory."""
+    return it >> 30 if D == 128 else 0
+
+
 # -- consumers ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _scores(k, v, q_s, o_s, full, it, D: gl.constexpr, STAGES: gl.constexpr):
+def _scores(
+    W: gl.constexpr, k, v, q_s, o_s, full, it, kv, REGISTERS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     stage = it % STAGES
     mbarrier.wait(full.index(stage), (it // STAGES) & 1)
     q = q_s.index(stage).reshape([64, D]).permute((1, 0))
     d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    if not REGISTERS:
+        k = k.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
+        v = v.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
     scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
     return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _scores_ahead(
-    W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, turn, it, TURNS: gl.constexpr, EARLY: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, turn, it, kv, TURNS: gl.constexpr, EARLY: gl.constexpr,
+    REGISTERS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
 
@@ -174,6 +183,9 @@ def _scores_ahead(
     mbarrier.wait(full.index(stage), ((it + 1) // STAGES) & 1)
     q = q_s.index(stage).reshape([64, D]).permute((1, 0))
     d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    if not REGISTERS:
+        k = k.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
+        v = v.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
     if EARLY:
         scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
@@ -214,6 +226,7 @@ def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, D: gl.constexpr):
     HALF: gl.constexpr = D // 2
     slot = it % 2
     mbarrier.wait(ds_full.index(slot), (it // 2) & 1)
+    kv += _nothing(it, D)
     k_0 = k_s.index(kv * 2).reshape([64, D]).slice(W * HALF, HALF, dim=1)
     k_1 = k_s.index(kv * 2 + 1).reshape([64, D]).slice(W * HALF, HALF, dim=1)
     dq = gl.zeros([64, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
@@ -238,7 +251,7 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.conste
     Its values are read by nobody else, its keys by the other consumer's last product.
     """
     end, at, column = _told(job_s, t, 1, 4), _told(job_s, t, 2, 4) + W * 64, _told(job_s, t, 3, 4) * D
-    own = x_s.index(kv * 2 + W)
+    own = x_s.index(kv * 2 + W + _nothing(t, D))
     own.reshape([64, D]).store((x * factor).to(x_s.dtype))
     fence_async_shared()
     if at < END:
@@ -247,7 +260,7 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.conste
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, LAG: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    W: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
     ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty,
     ds_full, sum_full, sum_empty, turn, job_full, job_empty, scale, out_scale,
@@ -264,39 +277,24 @@ def _consumer(
     while n > 0:
         kv = t % KV
         mbarrier.wait(kv_full.index(kv), (t // KV) & 1)
-        k = k_s.index(kv * 2 + W).reshape([64, D])
-        v = v_s.index(kv * 2 + W).reshape([64, D])
+        k, v = k_s, v_s
         if REGISTERS:
-            k = k.load(K_L)
-            v = v.load(K_L)
+            k = k_s.index(kv * 2 + W).reshape([64, D]).load(K_L)
+            v = v_s.index(kv * 2 + W).reshape([64, D]).load(K_L)
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
-        if LAG:
-            s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
-            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-            p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-            if TURNS:
-                mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
-            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
-            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
-            s_f, dw_f, dk, dv = _scores_ahead(
-                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, TURNS, EARLY, D, STAGES
-            )  # fmt: skip
-            it += 1
-            for _ in range(2, n):
-                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-                if TURNS:
-                    mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
-                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
-                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
-                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
-                dq = warpgroup_mma_wait(2, deps=[dq_f])
-                _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
-                s_f, dw_f, dk, dv = _scores_ahead(
-                    W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, TURNS, EARLY, D, STAGES
-                )  # fmt: skip
-                it += 1
+        s_f, dw_f = _scores(W, k, v, q_s, o_s, full, it, kv, REGISTERS, D, STAGES)
+        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+        p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+        if TURNS:
+            mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
+        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
+        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
+        s_f, dw_f, dk, dv = _scores_ahead(
+            W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, D, STAGES
+        )  # fmt: skip
+        it += 1
+        for _ in range(2, n):
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
             if TURNS:
@@ -306,29 +304,28 @@ def _consumer(
             dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=[dq_f])
             _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
-            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
-            dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
-            mbarrier.arrive(empty.index(it % STAGES), count=1)
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - W), count=1)
-            _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
-            dq = warpgroup_mma_wait(0, deps=[dq_f])
-            _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+            s_f, dw_f, dk, dv = _scores_ahead(
+                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, D, STAGES
+            )  # fmt: skip
             it += 1
-        else:
-            for _ in range(n):
-                s_f, dw_f = _scores(k, v, q_s, o_s, full, it, D, STAGES)
-                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-                p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-                dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
-                dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
-                dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
-                dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
-                dq = warpgroup_mma_wait(0, deps=[dq_f])
-                _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
-                it += 1
-            _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
+        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+        p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
+        if TURNS:
+            mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
+        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
+        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
+        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=[dq_f])
+        _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+        dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        if TURNS:
+            mbarrier.arrive(turn.index(1 - W), count=1)
+        _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
+        dq = warpgroup_mma_wait(0, deps=[dq_f])
+        _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+        it += 1
         mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
         _store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, D)
         tma.store_wait(0)
@@ -431,7 +428,7 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    LAG: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
     ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -479,8 +476,8 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, LAG, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, LAG, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (0, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
+            (_consumer, (1, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
             (_producer, (D, STAGES, KV) + produced),
             (_writer, (0, D) + written),
             (_writer, (1, D) + written),
