@@ -60,7 +60,8 @@ Q_LEN = gl.constexpr(4)
 HEAD = gl.constexpr(5)
 PART = gl.constexpr(6)  # number of the first query tile among all
 PLACE = gl.constexpr(7)  # 2 * number of the pass in its job, + 1 for the last one
-PARTS = gl.constexpr(8)
+BLOCKS = gl.constexpr(8)  # of 64 keys, of those that are worked at
+PARTS = gl.constexpr(9)
 
 
 @dataclass(frozen=True)
@@ -185,13 +186,21 @@ def wait_ds(ds_full, it, DS: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, D: gl.constexpr, DS: gl.constexpr):
+def _add_dq(
+    W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr, DS: gl.constexpr, EARLY: gl.constexpr
+):  # fmt: skip
     """This consumer's columns of dq with the pass's share of a tile, in the queue."""
     slot = it % DS
-    k_0 = k_s.index(nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    k_1 = k_s.index(1 + nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-    dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k_0, dq, is_async=True)
-    return warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k_1, dq, is_async=True)
+    k = k_s.index(nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+    dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k, dq, is_async=True)
+    if EARLY:
+        k = k_s.index(1 + nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+        dq = warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k, dq, is_async=True)
+    else:
+        for j in range(1, blocks):
+            k = k_s.index(j).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+            dq = warpgroup_mma(ds_s.index(j * DS + slot).permute((1, 0)), k, dq, is_async=True)
+    return dq
 
 
 @gluon.jit
@@ -257,16 +266,93 @@ def store(x_s, desc, x, end, at, column, D: gl.constexpr):
 
 
 @gluon.jit
+def _walk(
+    W: gl.constexpr, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, D: gl.constexpr, DS: gl.constexpr, F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s,
+    v_s, out_s, ds_s, dq_s, job_s, full, empty, k_empty, v_empty, ds_full, heads, scale, out_scale, it, t, n, tile,
+    step, blocks,
+):  # fmt: skip
+    """A pass with 64 keys of this consumer's own. Returns the number of tiles so far."""
+    A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dtype: gl.constexpr = ring.dtype
+    dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
+    zero = gl.zeros([64, D], gl.float32, A_L)
+    s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+    d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
+    q = ring.index((2 * it) % BUFFERS).reshape([64, D])
+    s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+    if n == 1:
+        mbarrier.arrive(v_empty.index(W), count=1)
+    w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+    p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+    dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+    dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
+    dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
+    give_back(empty, it, BUFFERS)
+    it += 1
+    for i in range(1, n):
+        s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+        d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
+        q = ring.index((2 * it) % BUFFERS).reshape([64, D])
+        if EARLY:
+            dq = _so_far(W, job_s, t, parts, tile, heads, D)
+            wait_ds(ds_full, it - 1, DS)
+            dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
+            s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
+            if i + 1 == n:
+                mbarrier.arrive(v_empty.index(W), count=1)
+            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+            # The other one's product of two tiles before has ended, or ds of the last would not be there.
+            dq = warpgroup_mma_wait(0, deps=[dq_f])
+            tma.store_wait(0)
+            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
+            dk_f = warpgroup_mma(ds, q, dk, is_async=True)
+        else:
+            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+            if i + 1 == n:
+                mbarrier.arrive(v_empty.index(W), count=1)
+            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+            tma.store_wait(0)
+            # When ds of the last tile is there, the other one's product of three tiles before has ended.
+            wait_ds(ds_full, it - 1, DS)
+            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+            dq = _so_far(W, job_s, t, parts, tile, heads, D)
+            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
+            dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
+            dk_f = warpgroup_mma(ds, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq_f])
+        _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+        tile += step
+        dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
+        give_back(empty, it, BUFFERS)
+        it += 1
+    k_end = field(job_s, t, K_END)
+    k_x = field(job_s, t, K_X) + W * 64
+    column = field(job_s, t, HEAD) * D
+    # While the other consumer may have to come up.
+    tma.store_wait(0)
+    dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
+    store(out_s.index(W + nothing(it)), dv_desc, dv, k_end, k_x, column, D)
+    dq = _so_far(W, job_s, t, parts, tile, heads, D)
+    wait_ds(ds_full, it - 1, DS)
+    dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
+    dq = warpgroup_mma_wait(0, deps=[dq_f])
+    mbarrier.arrive(k_empty, count=1)
+    tma.store_wait(0)
+    _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+    store(out_s.index(W + nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
+    return it
+
+
+@gluon.jit
 def _consumer(
     W: gl.constexpr, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
     LEAN: gl.constexpr, D: gl.constexpr, DS: gl.constexpr, F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s,
     v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, ds_full, job_full, job_empty, heads,
     scale, out_scale,
 ):  # fmt: skip
-    A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dtype: gl.constexpr = ring.dtype
     dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
-    zero = gl.zeros([64, D], gl.float32, A_L)
     it = 0
     t = 0
     mbarrier.wait(job_full.index(0), 0)
@@ -275,73 +361,29 @@ def _consumer(
         back = (field(job_s, t, PLACE) // 2) % 2
         step = 1 - 2 * back
         tile = back * (n - 1)
+        blocks = field(job_s, t, BLOCKS)
         mbarrier.wait(v_full.index(W), t & 1)
         mbarrier.wait(k_full, t & 1)
-        s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
-        d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
-        q = ring.index((2 * it) % BUFFERS).reshape([64, D])
-        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-        if n == 1:
+        if blocks > W:
+            it = _walk(
+                W, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32, dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s,
+                ds_s, dq_s, job_s, full, empty, k_empty, v_empty, ds_full, heads, scale, out_scale, it, t, n, tile,
+                step, blocks,
+            )  # fmt: skip
+        else:
             mbarrier.arrive(v_empty.index(W), count=1)
-        w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-        p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-        dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
-        dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
-        give_back(empty, it, BUFFERS)
-        it += 1
-        for i in range(1, n):
-            s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
-            d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
-            q = ring.index((2 * it) % BUFFERS).reshape([64, D])
-            if EARLY:
+            for _ in range(n):
+                mbarrier.arrive(ds_full.index(it % DS), count=1)
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
-                wait_ds(ds_full, it - 1, DS)
-                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
-                s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
-                if i + 1 == n:
-                    mbarrier.arrive(v_empty.index(W), count=1)
-                w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-                # The other one's product of two tiles before has ended, or ds of the last would not be there.
+                wait_ds(ds_full, it, DS)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it, blocks, D, DS, EARLY)
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 tma.store_wait(0)
-                p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-                dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
-                dk_f = warpgroup_mma(ds, q, dk, is_async=True)
-            else:
-                s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-                if i + 1 == n:
-                    mbarrier.arrive(v_empty.index(W), count=1)
-                w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-                tma.store_wait(0)
-                # When ds of the last tile is there, the other one's product of three tiles before has ended.
-                wait_ds(ds_full, it - 1, DS)
-                p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-                dq = _so_far(W, job_s, t, parts, tile, heads, D)
-                dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
-                dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
-                dk_f = warpgroup_mma(ds, q, dk, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq_f])
-            _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
-            tile += step
-            dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
-            give_back(empty, it, BUFFERS)
-            it += 1
-        k_end = field(job_s, t, K_END)
-        k_x = field(job_s, t, K_X) + W * 64
-        column = field(job_s, t, HEAD) * D
-        # While the other consumer may have to come up.
-        tma.store_wait(0)
-        dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
-        store(out_s.index(W + nothing(it)), dv_desc, dv, k_end, k_x, column, D)
-        dq = _so_far(W, job_s, t, parts, tile, heads, D)
-        wait_ds(ds_full, it - 1, DS)
-        dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, D, DS)
-        dq = warpgroup_mma_wait(0, deps=[dq_f])
-        mbarrier.arrive(k_empty, count=1)
-        tma.store_wait(0)
-        _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
-        store(out_s.index(W + nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
+                _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+                give_back(empty, it, BUFFERS)
+                tile += step
+                it += 1
+            mbarrier.arrive(k_empty, count=1)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         t += 1
         mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
@@ -359,7 +401,9 @@ def put(job_s, t, number: gl.constexpr, value):
 
 
 @gluon.jit
-def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared):
+def _hand_on(
+    job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared, EARLY: gl.constexpr
+):  # fmt: skip
     """Pass ``t`` to the consumers. Returns its query tiles."""
     slot = t % 2
     mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
@@ -376,6 +420,8 @@ def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_l
     put(job_s, t, HEAD, head)
     put(job_s, t, PART, row // 64 + sample)
     put(job_s, t, PLACE, 2 * kt + last)
+    # EARLY counts on both consumers' products.
+    put(job_s, t, BLOCKS, 2 if EARLY else gl.where(k_len - kt * 128 > 64, 2, 1))
     mbarrier.arrive(job_full.index(slot), count=1)
     return n
 
@@ -412,8 +458,9 @@ def load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BU
 
 @gluon.jit
 def _producer(
-    BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s,
-    full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, programs, shared,
+    EARLY: gl.constexpr, BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed,
+    ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, programs,
+    shared,
 ):  # fmt: skip
     it = 0
     t = 0
@@ -421,7 +468,7 @@ def _producer(
     next_job = dealt(1, 0, programs, 1, True)
     sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, dealt(0, 0, programs, 1, True), jobs, heads)
     n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
-    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared)
+    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared, EARLY)
     while n > 0:
         back = kt % 2
         step = 64 - 128 * back
@@ -447,7 +494,7 @@ def _producer(
             kt = 0
             sample, q_start, q_len, k_start, k_len, head = n_sample, n_q_start, n_q_len, n_k_start, n_k_len, n_head
             next_job = 2 * programs + gl.atomic_add(claimed, 1, sem="relaxed")
-        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared)
+        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared, EARLY)
 
 
 # -- kernel ------------------------------------------------------------------------------------------------------------
@@ -509,7 +556,7 @@ def _backward_short(
         [
             (_consumer, (0, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
             (_consumer, (1, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
-            (_producer, (BUFFERS, D) + produced),
+            (_producer, (EARLY, BUFFERS, D) + produced),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
