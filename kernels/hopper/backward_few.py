@@ -29,7 +29,6 @@ Legend: T rows of all samples, H heads, D head_dim, M most queries of a sample (
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
+from gem.kernels.hopper.claims import counter
 from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
@@ -99,7 +99,7 @@ def run(
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**31")
     programs = min((jobs + 1) // 2, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
-    claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
+    claimed = counter(k_THD.device)
     plan(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq, samples, claimed, jobs, heads, programs, shared,
         qk_scale, out_scale,

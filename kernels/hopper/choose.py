@@ -27,7 +27,7 @@ class Variant:
     q_registers: bool = False  # "long": queries are copied to registers before their products
     turns: int = 0  # "long": consumers issue products in turns, handed on behind both (1) or between them (2)
     values_first: bool = False  # "short": between two blocks of queries, the old one's last product goes first
-    claims: int = 2  # jobs are claimed as lanes become free: all (2), or those behind a lane's first (1)
+    claims: bool = True  # of jobs, as lanes become free; else, and without zigzag, they are dealt beforehand
     # What only suites/throughput/gdpa_ablation.toml turns off.
     zigzag: bool = True  # else jobs are dealt in the batch's own order, round after round the same way; none is claimed
     pipelined: bool = True  # else a job (in "short" a block of queries) ends before the next one's products begin

@@ -5,7 +5,7 @@ launch of one program an SM take twice as long (docs/measured.md), and the busie
 than the mean. Claimed from the list, which begins with the longest, each goes to whoever is free first, and a program
 that comes late finds nothing left to do. A job's results are the same bits on whatever lane it runs.
 
-CLAIMS: 2 = all jobs are claimed, 1 = a lane's first is dealt, 0 = all are dealt (``parts.dealt``).
+Measured on an H200 (bf16, forward): 1 to 9 % faster than dealt beforehand in zigzag, most where keys are short.
 
 A producer claims a job when it has asked for the last tiles but one of the job before, so that neither the counter's
 answer nor the record's makes consumers wait. They are sent the record through shared memory, beside the job's first
@@ -56,7 +56,7 @@ def counter(device: torch.device) -> Tensor:
 @gluon.jit
 def first_job(claimed, lane, programs, LANES: gl.constexpr, ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr):
     """Number of a lane's first job."""
-    if CLAIMS == 2:
+    if CLAIMS:
         job = gl.atomic_add(claimed, 1, sem="relaxed")
     else:
         job = dealt(0, lane, programs, LANES, ZIGZAG)
@@ -64,12 +64,9 @@ def first_job(claimed, lane, programs, LANES: gl.constexpr, ZIGZAG: gl.constexpr
 
 
 @gluon.jit
-def claim(claimed, programs, LANES: gl.constexpr, CLAIMS: gl.constexpr):
+def claim(claimed):
     """Number of a lane's next job. Takes the memory's time."""
-    job = gl.atomic_add(claimed, 1, sem="relaxed")
-    if CLAIMS == 1:
-        job += programs * LANES
-    return job
+    return gl.atomic_add(claimed, 1, sem="relaxed")
 
 
 @gluon.jit

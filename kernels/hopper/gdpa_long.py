@@ -50,7 +50,7 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     return Launch(
         _gdpa_long, CONSUMERS=variant.consumers, LANES=variant.lanes, SLOTS=variant.q_slots,
         REGISTERS=int(variant.q_registers), TURNS=variant.turns, ZIGZAG=int(variant.zigzag),
-        CLAIMS=variant.claims if variant.zigzag else 0, PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold,
+        CLAIMS=int(variant.claims and variant.zigzag), PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold,
         LEAN=lean, N=variant.keys, D=head_dim, STAGES=variant.stages, warps=4,
         ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def _consumer(
     t = 0
     it = 0
     step = 0  # turns taken
-    if CLAIMS == 2:
+    if CLAIMS:
         mbarrier.wait(full.index(lane * STAGES), 0)
         sample, row, q_start, q_len, k_len, head = received(records, lane * STAGES)
     else:
@@ -242,7 +242,7 @@ def _producer(
             it += 1
             if CLAIMS:
                 if j == gl.maximum(n - 2, 0):
-                    job = claim(claimed, programs, LANES, CLAIMS)
+                    job = claim(claimed)
         t += 1
         if not CLAIMS:
             job = dealt(t, lane, programs, LANES, ZIGZAG)

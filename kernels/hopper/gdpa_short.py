@@ -39,7 +39,7 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     """The kernel with the constants of a variant. Arguments: see ``gem.kernels.hopper.ops``."""
     return Launch(
         _gdpa_short, CONSUMERS=variant.consumers, SLOTS=variant.q_slots, VFIRST=int(variant.values_first),
-        ZIGZAG=int(variant.zigzag), CLAIMS=variant.claims if variant.zigzag else 0, PIPELINED=int(variant.pipelined),
+        ZIGZAG=int(variant.zigzag), CLAIMS=int(variant.claims and variant.zigzag), PIPELINED=int(variant.pipelined),
         ACT=activation, FOLD=fold, LEAN=lean, ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages,
         warps=4, ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _consumer(
     base = 0  # key tiles before this block's first
     number = 0
     u = 0  # own blocks of this job so far
-    if CLAIMS == 2:
+    if CLAIMS:
         mbarrier.wait(full.index(0), 0)
         sample, row, q_start, q_len, k_len, head = received(records, 0)
     else:
@@ -221,7 +221,7 @@ def _producer(
                     it += 1
             if CLAIMS:
                 if u == gl.maximum(rounds - 2, 0):
-                    job = claim(claimed, programs, 1, CLAIMS)
+                    job = claim(claimed)
         before_0 += rounds
         before_1 += _blocks_of(1, row, q_len, n, CONSUMERS, ROWS, STAGES)
         before_2 += _blocks_of(2, row, q_len, n, CONSUMERS, ROWS, STAGES)

@@ -254,7 +254,7 @@ def test_the_arguments_of_a_launch(launched, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
     q, k = rows(2010), rows(60)
     out = forward(q, k, k, offsets([300, 0, 1700]), offsets([10, 20, 30]), out_scale=3.0)
-    (_, grid, q_given, k_given, _, out_given, tiles, jobs, heads, programs, shared, scale, out_scale) = launched[0]
+    (_, grid, q_given, k_given, _, out_given, tiles, _, jobs, heads, programs, shared, scale, out_scale) = launched[0]
     assert q_given is q and k_given is k and out_given is out and out.shape == q.shape
     assert jobs == 2 * len(tiles) and (heads, shared, scale, out_scale) == (2, 0, 0.5, 3.0)
     assert grid == (programs,) == (7,)
