@@ -57,7 +57,7 @@ from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
 
 _KEYS = 128  # of a job
-PARTS = gl.constexpr(6)  # numbers that the producer hands on for a job: see _told
+PARTS = gl.constexpr(7)  # numbers that the producer hands on for a job: see _told
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Variant:
     """What the kernel may do in more than one way."""
 
     stages: int  # tiles of queries and d_out under way
+    rows: int = 64  # queries of a tile: 64, or 128 at head_dim 64
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
     kv_registers: bool = False  # keys and values are copied to registers before their products
     turns: bool = True  # consumers issue a tile's products in turns, so that one's run while the other weighs
@@ -78,8 +79,10 @@ def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, le
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
         _backward_long, TURNS=int(variant.turns), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
-        ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots, warps=4,
-        ragged={0: 64, 1: 64, 2: 64, 3: 64, 4: 64, 5: 64, 6: head_dim}, layout=LAYOUT,
+        ACT=activation, FOLD=fold, LEAN=lean, M=variant.rows, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots,
+        warps=4,
+        ragged={0: variant.rows, 1: variant.rows, 2: 64, 3: 64, 4: 64, 5: 64, 6: variant.rows * head_dim // 64},
+        layout=LAYOUT,
     )  # fmt: skip
     return products, rows_launch(head_dim, activation, fold, lean)
 
@@ -122,7 +125,7 @@ def run(
 
 
 @gluon.jit
-def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile):
+def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile, real):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = t % 2
     mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
@@ -132,21 +135,22 @@ def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile)
     job_s.index(slot * PARTS + 3).store(gl.full([1], head, gl.int32, L))
     job_s.index(slot * PARTS + 4).store(gl.full([1], turn, gl.int32, L))
     job_s.index(slot * PARTS + 5).store(gl.full([1], tile, gl.int32, L))
+    job_s.index(slot * PARTS + 6).store(gl.full([1], real, gl.int32, L))
     mbarrier.arrive(job_full.index(slot), count=1)
 
 
 @gluon.jit
 def _told(job_s, t, part: gl.constexpr, WARPS: gl.constexpr):
     """Of job ``t``: 0 query tiles (0: there is no more job); 1 end and 2 first row of the keys, as descriptors count;
-    3 head; 4 tiles of the sample with earlier keys; 5 number of the first query tile.
+    3 head; 4 tiles of the sample with earlier keys; 5 where its sums begin; 6 query tiles that hold queries.
     """
     return gl.max(job_s.index(t % 2 * PARTS + part).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
-def _nothing(it, D: gl.constexpr):
-    """0, which at head_dim 128 the compiler does not know: addresses taken out of loops would go to local memory."""
-    return it >> 30 if D == 128 else 0
+def _nothing(it, M: gl.constexpr, D: gl.constexpr):
+    """0, which the compiler does not know for wide tiles: addresses taken out of loops would go to local memory."""
+    return it >> 30 if M + D > 128 else 0
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -154,17 +158,18 @@ def _nothing(it, D: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    W: gl.constexpr, k, v, q_s, o_s, full, it, kv, REGISTERS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+    W: gl.constexpr, k, v, q_s, o_s, full, it, kv, REGISTERS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
-    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    zero = gl.zeros([64, M], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]))
     stage = it % STAGES
     mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-    q = q_s.index(stage).reshape([64, D]).permute((1, 0))
-    d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    q = q_s.index(stage).reshape([M, D]).permute((1, 0))
+    d_out = o_s.index(stage).reshape([M, D]).permute((1, 0))
     if not REGISTERS:
-        k = k.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
-        v = v.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
+        k = k.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
+        v = v.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
     scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
     return scores, warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
 
@@ -172,20 +177,20 @@ def _scores(
 @gluon.jit
 def _scores_ahead(
     W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, turn, it, kv, TURNS: gl.constexpr, EARLY: gl.constexpr,
-    REGISTERS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
 
     EARLY: the first one goes behind these, for which head_dim 128 leaves no registers.
     """
-    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    zero = gl.zeros([64, M], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]))
     stage = (it + 1) % STAGES
     mbarrier.wait(full.index(stage), ((it + 1) // STAGES) & 1)
-    q = q_s.index(stage).reshape([64, D]).permute((1, 0))
-    d_out = o_s.index(stage).reshape([64, D]).permute((1, 0))
+    q = q_s.index(stage).reshape([M, D]).permute((1, 0))
+    d_out = o_s.index(stage).reshape([M, D]).permute((1, 0))
     if not REGISTERS:
-        k = k.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
-        v = v.index(kv * 2 + W + _nothing(it, D)).reshape([64, D])
+        k = k.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
+        v = v.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
     if EARLY:
         scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
@@ -221,37 +226,41 @@ def _weigh(
 
 
 @gluon.jit
-def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, D: gl.constexpr):
-    """A tile's share of dq, this consumer's half of the columns: two products in the queue."""
-    HALF: gl.constexpr = D // 2
+def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, M: gl.constexpr, D: gl.constexpr):
+    """A tile's share of dq in the queue: this consumer's half of the columns, or of the rows where there are 128."""
+    C: gl.constexpr = D * M // 128
     slot = it % 2
     mbarrier.wait(ds_full.index(slot), (it // 2) & 1)
-    kv += _nothing(it, D)
-    k_0 = k_s.index(kv * 2).reshape([64, D]).slice(W * HALF, HALF, dim=1)
-    k_1 = k_s.index(kv * 2 + 1).reshape([64, D]).slice(W * HALF, HALF, dim=1)
-    dq = gl.zeros([64, HALF], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
-    dq = warpgroup_mma(ds_s.index(slot * 2).permute((1, 0)), k_0, dq, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_s.index(slot * 2 + 1).permute((1, 0)), k_1, dq, is_async=True)
+    kv += _nothing(it, M, D)
+    k_0, k_1 = k_s.index(kv * 2).reshape([64, D]), k_s.index(kv * 2 + 1).reshape([64, D])
+    ds_0, ds_1 = ds_s.index(slot * 2), ds_s.index(slot * 2 + 1)
+    if M == 64:
+        k_0, k_1 = k_0.slice(W * C, C, dim=1), k_1.slice(W * C, C, dim=1)
+    else:
+        ds_0, ds_1 = ds_0.slice(W * 64, 64, dim=1), ds_1.slice(W * 64, 64, dim=1)
+    dq = gl.zeros([64, C], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16]))
+    dq = warpgroup_mma(ds_0.permute((1, 0)), k_0, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq, is_async=True)
 
 
 @gluon.jit
-def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it, D: gl.constexpr):
+def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it):
     """A share of dq to the writer."""
     slot = it % 2
     mbarrier.wait(sum_empty.index(slot), ((it // 2) & 1) ^ 1)
-    sum_s.index(slot * 2 + W).store(in_order(dq, D))
+    sum_s.index(slot * 2 + W).store(in_order(dq))
     fence_async_shared()
     mbarrier.arrive(sum_full.index(slot * 2 + W), count=1)
 
 
 @gluon.jit
-def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.constexpr):
+def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, M: gl.constexpr, D: gl.constexpr):
     """This consumer's rows of dk or dv out through where its keys or values are; tma.store_wait is the caller's.
 
     Its values are read by nobody else, its keys by the other consumer's last product.
     """
     end, at, column = _told(job_s, t, 1, 4), _told(job_s, t, 2, 4) + W * 64, _told(job_s, t, 3, 4) * D
-    own = x_s.index(kv * 2 + W + _nothing(t, D))
+    own = x_s.index(kv * 2 + W + _nothing(t, M, D))
     own.reshape([64, D]).store((x * factor).to(x_s.dtype))
     fence_async_shared()
     if at < END:
@@ -261,12 +270,12 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, D: gl.conste
 @gluon.jit
 def _consumer(
     W: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty,
     ds_full, sum_full, sum_empty, turn, job_full, job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
+    K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
     FIRST: gl.constexpr = 1 if W == 0 else 0  # the first consumer's first turn is given
     dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
     dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
@@ -283,15 +292,15 @@ def _consumer(
             v = v_s.index(kv * 2 + W).reshape([64, D]).load(K_L)
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
-        s_f, dw_f = _scores(W, k, v, q_s, o_s, full, it, kv, REGISTERS, D, STAGES)
+        s_f, dw_f = _scores(W, k, v, q_s, o_s, full, it, kv, REGISTERS, M, D, STAGES)
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
         if TURNS:
             mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
-        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, use_acc=False, is_async=True)
-        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, use_acc=False, is_async=True)
+        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, use_acc=False, is_async=True)
+        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, use_acc=False, is_async=True)
         s_f, dw_f, dk, dv = _scores_ahead(
-            W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, D, STAGES
+            W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, M, D, STAGES
         )  # fmt: skip
         it += 1
         for _ in range(2, n):
@@ -299,35 +308,35 @@ def _consumer(
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
             if TURNS:
                 mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
-            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
-            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
-            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
+            dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
+            dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=[dq_f])
-            _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
+            _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
             s_f, dw_f, dk, dv = _scores_ahead(
-                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, D, STAGES
+                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, M, D, STAGES
             )  # fmt: skip
             it += 1
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
         if TURNS:
             mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
-        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, D)
-        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([64, D]), dv, is_async=True)
-        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([64, D]), dk, is_async=True)
+        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
+        dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
+        dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=[dq_f])
-        _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1, D)
-        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, D)
+        _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
+        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, M, D)
         dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
         mbarrier.arrive(empty.index(it % STAGES), count=1)
         if TURNS:
             mbarrier.arrive(turn.index(1 - W), count=1)
-        _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, D)
+        _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, M, D)
         dq = warpgroup_mma_wait(0, deps=[dq_f])
-        _give_dq(W, dq, sum_s, sum_full, sum_empty, it, D)
+        _give_dq(W, dq, sum_s, sum_full, sum_empty, it)
         it += 1
         mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
-        _store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, D)
+        _store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, M, D)
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index(kv), count=1)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
@@ -341,8 +350,8 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s,
-    full, empty, kv_full, kv_empty, job_full, job_empty, state, tiles, jobs, heads, shared,
+    M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr, q_desc, o_desc, k_desc, v_desc, q_s,
+    o_s, k_s, v_s, job_s, full, empty, kv_full, kv_empty, job_full, job_empty, state, tiles, jobs, heads, shared,
 ):  # fmt: skip
     it = 0
     t = 0
@@ -350,12 +359,13 @@ def _producer(
     while n > 0:
         job = gl.atomic_add(state, 1, sem="relaxed")
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
-        n = gl.where(sample >= 0, gl.maximum((q_len + 63) // 64, 2), 0)
+        n = gl.where(sample >= 0, gl.maximum((q_len + M - 1) // M, 2), 0)
         k_end = k_start + k_len
         k_x = END - k_len + row
         # Tiles that no query sees need not wait for each other: nobody reads their sums.
         turn = gl.where(q_len > 0, row // 128, 0)
-        _hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, first_tile(q_start, sample, shared))
+        tile = first_tile(q_start, sample, shared)
+        _hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, tile, (q_len + M - 1) // M)
         if n > 0:
             q_end = q_start + q_len
             o_end = q_end
@@ -373,7 +383,7 @@ def _producer(
                 stage = it % STAGES
                 mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), 2 * q_desc.block_type.nbytes)
-                x = END - q_len + i * 64
+                x = END - q_len + i * M
                 tma.async_copy_global_to_shared(
                     q_desc, [END, q_end, x, head * D], full.index(stage), q_s.index(stage)
                 )  # fmt: skip
@@ -386,7 +396,8 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    S: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads
+    S: gl.constexpr, M: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full,
+    job_empty, state, heads,
 ):  # fmt: skip
     """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time."""
     it = 0
@@ -395,27 +406,31 @@ def _writer(
     n = _told(job_s, 0, 0, 1)
     while n > 0:
         head, turn, tile = _told(job_s, t, 3, 1), _told(job_s, t, 4, 1), _told(job_s, t, 5, 1)
+        real = _told(job_s, t, 6, 1)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         seen = 0
         for i in range((S + it) % 2, n, 2):
-            at = (tile + i) * heads + head
+            at = (tile + i * (M // 64)) * heads + head
             phase = ((it + i) // 2) & 1
             flag = state + FLAGS + at
             mbarrier.wait(sum_full.index(S * 2), phase)
             mbarrier.wait(sum_full.index(S * 2 + 1), phase)
-            while seen < turn:
-                seen = read_flag(flag)
-            for w in gl.static_range(2):
-                row = (2 * at + w) * D
-                if turn > 0:
-                    add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
-                else:
-                    tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
-            tma.store_wait(0)
-            mbarrier.arrive(sum_empty.index(S), count=1)
-            # The next flag is read while the addition goes on; behind the last tile's are some that nobody raises.
-            seen = read_flag(flag + 2 * heads)
-            raise_flag(flag, turn + 1)
+            if i < real:
+                while seen < turn:
+                    seen = read_flag(flag)
+                for w in gl.static_range(2):
+                    row = (2 * at + w) * D if M == 64 else (at + w * heads) * (2 * D)
+                    if turn > 0:
+                        add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
+                    else:
+                        tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
+                tma.store_wait(0)
+                mbarrier.arrive(sum_empty.index(S), count=1)
+                # The next flag is read while the addition goes on; behind the last are some that nobody raises.
+                seen = read_flag(flag + 2 * (M // 64) * heads)
+                raise_flag(flag, turn + 1)
+            else:
+                mbarrier.arrive(sum_empty.index(S), count=1)
         it += n
         t += 1
         mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
@@ -429,16 +444,17 @@ def _writer(
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
     TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KV: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     D_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], q_desc.layout)
-    o_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, D], o_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
+    o_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], o_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [KV * 2, 1, 1, 64, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [KV * 2, 1, 1, 64, D], v_desc.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [4, 64, 64], D_L)
-    sum_s = gl.allocate_shared_memory(gl.float32, [4, D, 32], sums_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [4, 64, M], D_L)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4, M * D // 64, 32], sums_desc.layout)
     job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -476,11 +492,11 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_consumer, (1, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, D, STAGES, KV) + consumed),
-            (_producer, (D, STAGES, KV) + produced),
-            (_writer, (0, D) + written),
-            (_writer, (1, D) + written),
+            (_consumer, (0, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
+            (_consumer, (1, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
+            (_producer, (M, D, STAGES, KV) + produced),
+            (_writer, (0, M, D) + written),
+            (_writer, (1, M, D) + written),
         ],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Sums of dq over programs on Hopper, in fp32: adding a tile's share in a fixed order, and dq of the sums.
 
 A tile is 64 queries of a sample and a head. Tile i of a sample is number start // 64 + 2 * sample + i: no two are the
-same, with room for two of the shortest, and nothing must be read back to know how many there are. Its sums lie in the
-order in which registers hold them, [consumer, column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2]: a
+same, there is room for one behind a sample's last, and nothing must be read back to know how many there are. Its sums
+lie in the order in which registers hold them, [column / 8, warp, row % 8, column / 2 % 4, row / 8 % 2, column % 2]: a
 thread writes 16 bytes at a time, without bank conflicts, and the copy engine one block of memory.
 
 Whose turn it is to add says a flag in global memory, which counts those that have added. Zeros are not needed: the
@@ -71,11 +71,11 @@ class SumsLaunch(Launch):
 def buffers(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums as rows of 32; zeros: a counter of jobs and, from ``FLAGS`` on, flags), for as many tiles as there may be.
 
-    There are two tiles' flags more, which nobody raises: who is behind the last tile may read them.
+    There are four tiles' flags more, which nobody raises: who is behind the last tile may read them.
     """
     tiles = q_rows // 64 + 2 * samples + 2
     sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
-    return sums, torch.zeros(_FLAGS + (tiles + 2) * heads, dtype=torch.int32, device=device)
+    return sums, torch.zeros(_FLAGS + (tiles + 4) * heads, dtype=torch.int32, device=device)
 
 
 @builtin
@@ -95,10 +95,11 @@ def first_tile(start, sample, shared):
 
 
 @gluon.jit
-def in_order(dq, D: gl.constexpr):
-    """A consumer's half of the columns of a share, [64, D / 2], as rows of 32 in the order of registers."""
+def in_order(dq):
+    """Columns of a share, all of them or half, as rows of 32 in the order of registers."""
+    C: gl.constexpr = dq.shape[1]
     # [warp, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2]
-    return dq.reshape([4, 2, 8, D // 16, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([D, 32])
+    return dq.reshape([4, 2, 8, C // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2 * C, 32])
 
 
 @gluon.jit
@@ -126,8 +127,8 @@ def _dq_rows(
         tile = first_tile(q_start, sample, shared) + row // 64
         i = gl.arange(0, 64 * D, FLAT)
         base = sums + (tile * heads + head).to(gl.int64) * (64 * D)
-        x = gl.load(base + i, mask=(i >= 0) & (k_len > 0), other=0.0).reshape([2, D // 16, 4, 8, 4, 2, 2])
-        x = gl.convert_layout(x.permute((2, 5, 3, 0, 1, 4, 6)).reshape([64, D]), ROWS)
+        x = gl.load(base + i, mask=(i >= 0) & (k_len > 0), other=0.0).reshape([D // 8, 4, 8, 4, 2, 2])
+        x = gl.convert_layout(x.permute((1, 4, 2, 0, 3, 5)).reshape([64, D]), ROWS)
         x = x * slope_factor(scale, out_scale, ACT, FOLD, LEAN)
         start = q_start
         if shared > 0:
