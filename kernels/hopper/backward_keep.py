@@ -19,7 +19,6 @@ Legend: T rows of all samples, H heads, D head_dim (64).
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,7 +49,8 @@ from gem.kernels.hopper.backward_short import (
     store,
     wait_ds,
 )
-from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, lean, record_of
+from gem.kernels.hopper.claims import claim, counter
+from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
@@ -99,10 +99,9 @@ def run(
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**30")
     programs = min(jobs, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
-    claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
     run_it(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq.view(dq.shape[0], 2 * heads, head_dim // 2), samples,
-        claimed, jobs, heads, programs, shared, qk_scale, out_scale,
+        counter(k_THD.device), jobs, heads, shared, qk_scale, out_scale,
     )  # fmt: skip
 
 
@@ -282,13 +281,12 @@ def _load_blocks(desc, x_s, full, empty, t, blocks, end, x, column):
 @gluon.jit
 def _producer(
     BUFFERS: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full,
-    k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, programs, shared,
+    k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, shared,
 ):  # fmt: skip
     it = 0
     t = 0
-    next_job = dealt(1, 0, programs, 1, True)
-    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, dealt(0, 0, programs, 1, True), jobs, heads)
-    n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+    job = claim(claimed)
+    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
     while sample >= 0:
         n = gl.maximum((q_len + 63) // 64, 1)
         blocks = key_tiles(k_len, 64)
@@ -315,10 +313,9 @@ def _producer(
             if i == gl.minimum(BUFFERS // 2 - 1, n - 1):
                 _load_blocks(k_desc, k_s, k_full, k_empty, t, blocks, k_start + k_len, k_x, head * 64)
                 _load_blocks(v_desc, v_s, v_full, v_empty, t, blocks, k_start + k_len, k_x, head * 64)
-                n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+                job = claim(claimed)
         t += 1
-        sample, q_start, q_len, k_start, k_len, head = n_sample, n_q_start, n_q_len, n_k_start, n_k_len, n_head
-        next_job = 2 * programs + gl.atomic_add(claimed, 1, sem="relaxed")
+        sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
     mbarrier.wait(job_empty.index(t % 2), ((t // 2) & 1) ^ 1)
     put(job_s, t, TILES, 0)
     mbarrier.arrive(job_full.index(t % 2), count=1)
@@ -327,9 +324,9 @@ def _producer(
 # -- kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
+@gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_keep(
-    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, programs, shared, scale,
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, shared, scale,
     out_scale, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
@@ -374,7 +371,7 @@ def _backward_keep(
     )  # fmt: skip
     produced = (
         o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full.index(0), v_empty.index(0), job_full, job_empty, jobs, heads, programs, shared,
+        k_empty.index(0), v_full.index(0), v_empty.index(0), job_full, job_empty, jobs, heads, shared,
     )  # fmt: skip
     gl.warp_specialize(
         [

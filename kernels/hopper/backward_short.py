@@ -44,7 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
-from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, lean, record_of
+from gem.kernels.hopper.claims import claim, counter
+from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
@@ -118,13 +119,12 @@ def run(
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**30")
     programs = min(jobs, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
-    claimed = torch.zeros(1, dtype=torch.int32, device=k_THD.device)
     # Tile i of a sample is number start // 64 + sample + i: no two are the same. Up to 128 keys are one pass.
     tiles = dq.shape[0] // 64 + batch.size + 1 if batch.k_rows > _KEYS else 0
     parts = torch.empty(max(tiles * heads * 64 * head_dim, 1), dtype=torch.float32, device=k_THD.device)
     run_it(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq.view(dq.shape[0], 2 * heads, head_dim // 2), parts,
-        samples, claimed, jobs, heads, programs, shared, qk_scale, out_scale,
+        samples, counter(k_THD.device), jobs, heads, shared, qk_scale, out_scale,
     )  # fmt: skip
 
 
@@ -459,15 +459,13 @@ def load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BU
 @gluon.jit
 def _producer(
     EARLY: gl.constexpr, BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed,
-    ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, programs,
-    shared,
+    ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, shared,
 ):  # fmt: skip
     it = 0
     t = 0
     kt = 0
-    next_job = dealt(1, 0, programs, 1, True)
-    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, dealt(0, 0, programs, 1, True), jobs, heads)
-    n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+    job = claim(claimed)
+    sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
     n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared, EARLY)
     while n > 0:
         back = kt % 2
@@ -487,22 +485,22 @@ def _producer(
                 _load_values(v_desc, v_s, v_full, v_empty, t, k_end, k_x, column)
             if i == gl.minimum(BUFFERS // 2 - 1, n - 1):
                 _load_keys(k_desc, k_s, k_full, k_empty, t, k_end, k_x, column)
-                n_sample, _, n_q_start, n_q_len, n_k_start, n_k_len, n_head = record_of(samples, next_job, jobs, heads)
+                if kt + 1 == key_tiles(k_len, 128):
+                    job = claim(claimed)
         kt += 1
         t += 1
-        if kt >= key_tiles(k_len, 128):
+        if kt == key_tiles(k_len, 128):
             kt = 0
-            sample, q_start, q_len, k_start, k_len, head = n_sample, n_q_start, n_q_len, n_k_start, n_k_len, n_head
-            next_job = 2 * programs + gl.atomic_add(claimed, 1, sem="relaxed")
+            sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
         n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared, EARLY)
 
 
 # -- kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
+@gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_short(
-    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, parts, samples, claimed, jobs, heads, programs, shared,
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, parts, samples, claimed, jobs, heads, shared,
     scale, out_scale, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
     LEAN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -550,7 +548,7 @@ def _backward_short(
     )  # fmt: skip
     produced = (
         o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full, v_empty, job_full, job_empty, jobs, heads, programs, shared,
+        k_empty.index(0), v_full, v_empty, job_full, job_empty, jobs, heads, shared,
     )  # fmt: skip
     gl.warp_specialize(
         [
