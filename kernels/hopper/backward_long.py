@@ -68,17 +68,15 @@ class Variant:
     rows: int = 64  # queries of a tile: 64, or 128 at head_dim 64
     kv_slots: int = 1  # tiles of keys and values in shared memory; with two the next job's come during this one
     kv_registers: bool = False  # keys and values are copied to registers before their products
-    turns: bool = True  # consumers issue a tile's products in turns, so that one's run while the other weighs
-    early: bool = True  # the next tile's scores are in the queue before dk and dv are done
 
 
-VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True, turns=False), 128: Variant(2, turns=False, early=False)}
+VARIANTS = {64: Variant(4, kv_slots=2, kv_registers=True), 128: Variant(2)}
 
 
 def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean: bool) -> tuple[Launch, Launch]:
     """The kernel with the constants of a variant, and the one that makes dq of its sums. Arguments: see ``run``."""
     products = SumsLaunch(
-        _backward_long, TURNS=int(variant.turns), EARLY=int(variant.early), REGISTERS=int(variant.kv_registers),
+        _backward_long, REGISTERS=int(variant.kv_registers),
         ACT=activation, FOLD=fold, LEAN=lean, M=variant.rows, D=head_dim, STAGES=variant.stages, KV=variant.kv_slots,
         warps=4,
         ragged={0: variant.rows, 1: variant.rows, 2: 64, 3: 64, 4: 64, 5: 64, 6: variant.rows * head_dim // 64},
@@ -176,13 +174,10 @@ def _scores(
 
 @gluon.jit
 def _scores_ahead(
-    W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, turn, it, kv, TURNS: gl.constexpr, EARLY: gl.constexpr,
-    REGISTERS: gl.constexpr, M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, it, kv, REGISTERS: gl.constexpr, M: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The same of the tile behind ``it``, whose dk and dv are in the queue and done afterwards.
-
-    EARLY: the first one goes behind these, for which head_dim 128 leaves no registers.
-    """
+    """The same of the tile behind ``it``, whose dk and dv are in the queue and done before."""
     zero = gl.zeros([64, M], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]))
     stage = (it + 1) % STAGES
     mbarrier.wait(full.index(stage), ((it + 1) // STAGES) & 1)
@@ -191,17 +186,10 @@ def _scores_ahead(
     if not REGISTERS:
         k = k.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
         v = v.index(kv * 2 + W + _nothing(it, M, D)).reshape([64, D])
-    if EARLY:
-        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
-        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-        mbarrier.arrive(empty.index(it % STAGES), count=1)
-    else:
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        mbarrier.arrive(empty.index(it % STAGES), count=1)
-        scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    mbarrier.arrive(empty.index(it % STAGES), count=1)
+    scores = warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
     d_weights = warpgroup_mma(v, d_out, zero, use_acc=False, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - W), count=1)
     return scores, d_weights, dk, dv
 
 
@@ -269,14 +257,13 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, M: gl.conste
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    W: gl.constexpr, REGISTERS: gl.constexpr,
     ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     KV: gl.constexpr, dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty,
-    ds_full, sum_full, sum_empty, turn, job_full, job_empty, scale, out_scale,
+    ds_full, sum_full, sum_empty, job_full, job_empty, scale, out_scale,
 ):  # fmt: skip
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     K_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
-    FIRST: gl.constexpr = 1 if W == 0 else 0  # the first consumer's first turn is given
     dv_factor = value_factor(scale, out_scale, ACT, FOLD, LEAN)
     dk_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     it = 0
@@ -295,32 +282,26 @@ def _consumer(
         s_f, dw_f = _scores(W, k, v, q_s, o_s, full, it, kv, REGISTERS, M, D, STAGES)
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-        if TURNS:
-            mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
         dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, use_acc=False, is_async=True)
         dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, use_acc=False, is_async=True)
         s_f, dw_f, dk, dv = _scores_ahead(
-            W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, M, D, STAGES
+            W, k, v, dk_f, dv_f, q_s, o_s, full, empty, it, kv, REGISTERS, M, D, STAGES
         )  # fmt: skip
         it += 1
         for _ in range(2, n):
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-            if TURNS:
-                mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
             dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
             dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
             dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=[dq_f])
             _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
             s_f, dw_f, dk, dv = _scores_ahead(
-                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, turn, it, kv, TURNS, EARLY, REGISTERS, M, D, STAGES
+                W, k, v, dk_f, dv_f, q_s, o_s, full, empty, it, kv, REGISTERS, M, D, STAGES
             )  # fmt: skip
             it += 1
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-        if TURNS:
-            mbarrier.wait(turn.index(W), (it & 1) ^ FIRST)
         dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
         dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
         dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
@@ -329,8 +310,6 @@ def _consumer(
         dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, M, D)
         dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
         mbarrier.arrive(empty.index(it % STAGES), count=1)
-        if TURNS:
-            mbarrier.arrive(turn.index(1 - W), count=1)
         _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, M, D)
         dq = warpgroup_mma_wait(0, deps=[dq_f])
         _give_dq(W, dq, sum_s, sum_full, sum_empty, it)
@@ -443,7 +422,7 @@ def _writer(
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_long(
     q_desc, o_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, state, tiles, jobs, heads, shared, scale, out_scale,
-    TURNS: gl.constexpr, EARLY: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
     ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, KV: gl.constexpr,
 ):  # fmt: skip
@@ -463,7 +442,6 @@ def _backward_long(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     sum_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     sum_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -475,7 +453,6 @@ def _backward_long(
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(sum_empty.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
         mbarrier.init(job_full.index(i), count=1)
         mbarrier.init(job_empty.index(i), count=4)
     for i in gl.static_range(4):
@@ -483,7 +460,7 @@ def _backward_long(
     fence_async_shared()
     consumed = (
         dk_desc, dv_desc, q_s, o_s, k_s, v_s, ds_s, sum_s, job_s, full, empty, kv_full, kv_empty, ds_full, sum_full,
-        sum_empty, turn, job_full, job_empty, scale, out_scale,
+        sum_empty, job_full, job_empty, scale, out_scale,
     )  # fmt: skip
     produced = (
         q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s, full, empty, kv_full, kv_empty, job_full, job_empty,
@@ -492,8 +469,8 @@ def _backward_long(
     written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
     gl.warp_specialize(
         [
-            (_consumer, (0, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
-            (_consumer, (1, TURNS, EARLY, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
+            (_consumer, (0, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
+            (_consumer, (1, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
             (_producer, (M, D, STAGES, KV) + produced),
             (_writer, (0, M, D) + written),
             (_writer, (1, M, D) + written),
