@@ -120,7 +120,6 @@ FORWARD = {
     "one consumer's word is enough": fault("long, three", "gdpa_long", put("count=CONSUMERS // LANES", "count=1")),
     "barriers not fenced": fault("long", "gdpa_long", drop("fence_async_shared()")),
     "turn not handed on": fault("long", "gdpa_long", put("    if TURNS == 1:", "    if False:")),
-    "nobody has the first turn": fault("long", "gdpa_long", put("1 if W == 0 else 0", "0")),
     "stores not waited for at the end": fault("long", "gdpa_long", drop("tma.store_wait(0)")),
     "values of the wrong tile": fault("long", "gdpa_long", put("END, v_end, v_x, v_column", "END, v_end, x, v_column")),
     "output overwritten on its way": fault("long", "parts", drop("tma.store_wait(0)")),
@@ -143,8 +142,13 @@ FORWARD = {
         "short, three", "gdpa_short", put("empty.index(before), count=1, pred", "empty.index(0), count=1, pred")
     ),
     "keys of the next block not waited for": fault(
-        "short", "gdpa_short", drop("mbarrier.wait(full.index(stage), (base // STAGES) & 1)")
+        "short, few stages", "gdpa_short", drop("mbarrier.wait(full.index(stage), (base // STAGES) & 1)")
     ),
+    "next job not waited for": fault("short", "gdpa_short", drop("mbarrier.wait(full.index(base % STAGES)")),
+    "next keys not waited for where jobs are dealt": fault(
+        "short, dealt", "gdpa_short", drop("mbarrier.wait(full.index(stage), (base // STAGES) & 1)")
+    ),
+    "every second job claimed": fault("long", "claims", put("gl.atomic_add(claimed, 1", "gl.atomic_add(claimed, 2")),
     "blocks counted for another consumer": fault(
         "short, three", "gdpa_short", put("before_2 += _blocks_of(2,", "before_2 += _blocks_of(1,")
     ),
@@ -162,16 +166,13 @@ BACKWARD = {
     "next queries not waited for": fault("long", "backward_long", drop("mbarrier.wait(full.index(stage), ((it + 1)")),
     "keys not waited for": fault("long", "backward_long", drop("mbarrier.wait(kv_full")),
     "stage given back early": fault(
-        "long", "backward_long", swap("dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])", _LEFT)
-    ),
-    "stage given back early, without lag": fault(
-        "long, no lag", "backward_long", swap("dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])", _LEFT)
+        "long", "backward_long", swap("dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])", _LEFT)
     ),
     "last stage given back early": fault(
         "long, two places", "backward_long", swap("dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])", _LEFT)
     ),
     "ds not fenced": fault("long", "backward_long", drop_below(_DS, _FENCE)),
-    "shares not fenced": fault("long", "backward_long", drop_below("in_order(dq, D)", _FENCE)),
+    "shares not fenced": fault("long", "backward_long", drop_below("in_order(dq)", _FENCE)),
     "ds overwritten": fault("long", "backward_long", drop("mbarrier.wait(sum_full.index(slot * 2 + 1 - W)")),
     "ds not waited for": fault("long", "backward_long", drop("mbarrier.wait(ds_full.index(slot)")),
     "share overwritten": fault("long", "backward_long", drop("mbarrier.wait(sum_empty.index(slot)")),
@@ -195,4 +196,71 @@ BACKWARD = {
     "turn handed on before the addition": fault("long", "sums", put("cp.async.bulk.wait_group 0;", "")),
     "two samples' sums in one place": fault("long", "sums", put("+ 2 * sample", "+ sample")),
     "keys that no query sees are read": fault("long", "backward_long", put("gl.where(q_len > 0, k_x, END)", "k_x")),
+    "short: tile not waited for": fault("short", "backward_short", drop("mbarrier.wait(full.index(at)")),
+    "short: tile given back early": fault(
+        "short", "backward_short", swap("dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])", "give_back(empty, it")
+    ),
+    "short: tile filled while it is read": fault("short", "backward_short", drop("mbarrier.wait(empty.index(at)")),
+    "short: keys not waited for": fault("short", "backward_short", drop("mbarrier.wait(k_full")),
+    "short: values not waited for": fault("short", "backward_short", drop("mbarrier.wait(v_full")),
+    "short: keys filled while they are read": fault("short", "backward_short", drop("mbarrier.wait(k_empty")),
+    "short: values filled while they are read": fault("short", "backward_short", drop("mbarrier.wait(v_empty")),
+    "short: values given back early": fault("short", "backward_short", put("if i + 1 == n:", "if i + 2 == n:")),
+    "short: keys given back early": fault(
+        "short", "backward_short", swap("dq = warpgroup_mma_wait(0, deps=[dq_f])", "mbarrier.arrive(k_empty")
+    ),
+    "short: ds not waited for": fault("short", "backward_short", drop("mbarrier.wait(ds_full.index(it % DS)")),
+    "short: ds overwritten": fault(
+        "short, not early", "backward_short", drop_below("product of three tiles before has ended", "wait_ds"),
+    ),
+    "short: too few places for ds": fault("short, not early", "backward_short", put("2 if EARLY else 3", "2")),
+    "short: ds not fenced": fault("short", "backward_short", drop_below("store(ds16)", _FENCE)),
+    "short: stores not waited for": fault("short", "backward_short", drop(_OUT)),
+    "short: job not waited for": fault("short", "backward_short", drop("mbarrier.wait(job_full")),
+    "short: job overwritten": fault("short", "backward_short", drop("mbarrier.wait(job_empty")),
+    "short: job given back early": fault(
+        "short", "backward_short", drop("mbarrier.arrive(job_empty"),
+        before("mbarrier.wait(v_full.index(W)", "mbarrier.arrive(job_empty.index(t % 2), count=1)"),
+    ),
+    "short: scores used early": fault("short", "backward_short", put("wait(2, deps=[s_f", "wait(3, deps=[s_f")),
+    "short: dq used early": fault(
+        "short, not early", "backward_short", put("wait(1, deps=[dq_f", "wait(2, deps=[dq_f")
+    ),
+    "short: passes forget": fault("short", "backward_short", put("PLACE) > 1:", "PLACE) > 3:")),
+    "short: passes walk one way": fault("short", "backward_short", put("step = 64 - 128 * back", "step = 64")),
+    "keep: queries not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(full.index(at), ((2 * it) //")),
+    "keep: d_out not waited for": fault(
+        "keep", "backward_keep", drop("mbarrier.wait(full.index(at), ((2 * it + 1) //")
+    ),
+    "keep: keys not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(k_full")),
+    "keep: values not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(v_full")),
+    "keep: keys filled while they are read": fault("keep", "backward_keep", drop("mbarrier.wait(empty, (t & 1)")),
+    "keep: dq used early": fault("keep", "backward_keep", put("wait(2, deps=[dq_f", "wait(3, deps=[dq_f")),
+    "keep: scores used early": fault(
+        "keep", "backward_keep", put("s, dw = warpgroup_mma_wait(0, deps", "s, dw = warpgroup_mma_wait(1, deps")
+    ),
+    "keep: ds told of too early": fault(
+        "keep", "backward_keep", drop("mbarrier.arrive(ds_full.index(it % 2), count=1)"),
+        before("dv_f = warpgroup_mma(p, d_out, dv_0", "mbarrier.arrive(ds_full.index(it % 2), count=1)"),
+    ),
+    "keep: ds not waited for": fault("keep", "backward_keep", drop("wait_ds(ds_full, it, 2)")),
+    "keep: ds not fenced": fault("keep", "backward_keep", drop_below("store(ds16)", _FENCE)),
+    "keep: tile given back early": fault(
+        "keep", "backward_keep", drop("give_back(empty, it"), before("if both:", "give_back(empty, it, BUFFERS)")
+    ),
+    "keep: keys given back early": fault(
+        "keep", "backward_keep", swap("dq = warpgroup_mma_wait(0, deps=[dq_f])", "mbarrier.arrive(k_empty")
+    ),
+    "keep: values given back on their way out": fault(
+        "keep", "backward_keep", drop("mbarrier.arrive(v_empty"),
+        before("k_end = field", "mbarrier.arrive(v_empty, count=1)"),
+    ),
+    "keep: stores not waited for": fault("keep", "backward_keep", drop(_OUT)),
+    "keep: job overwritten": fault("keep", "backward_keep", drop("mbarrier.wait(job_empty")),
+    "keep: job not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(job_full")),
+    "keep: one block less expected": fault("keep", "backward_keep", put("count * desc.block", "1 * desc.block")),
+    "keep: a block of dq left out": fault("keep", "backward_keep", put("range(1, blocks)", "range(2, blocks)")),
+    "keep: an idle consumer says nothing": fault(
+        "keep", "backward_keep", drop_below("else:", "mbarrier.arrive(ds_full.index(it % 2), count=1)")
+    ),
 }  # fmt: skip

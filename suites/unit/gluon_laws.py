@@ -41,6 +41,7 @@ LENGTHS = {
     "many keys": Lengths((130, 70), (100, 40), rest_k=1),
     "few keys": Lengths((300, 40, 200, 130), (17, 40, 40, 30)),
     "many keys and queries": Lengths((310, 0, 130, 1, 0, 65), (130, 5, 300, 33, 0, 1), rest_q=5, rest_k=3),
+    "up to 256 keys": Lengths((310, 0, 130, 1, 0, 65), (200, 5, 256, 33, 0, 128), rest_q=5, rest_k=3),
     "no keys but of one": Lengths((5, 0, 90, 2), (0, 0, 0, 20), rest_q=70),
     "nobody's rows": Lengths((0, 0), (0, 9), rest_q=67, rest_k=20),
     "shared": Lengths((), (0, 33, 1, 16, 100, 0), rest_k=4, shared=7),

@@ -26,7 +26,7 @@ class BarrierFault(Fault):
     """Arrivals or bytes that a barrier's phase has no room for."""
 
 
-_MOST_STEPS = 2_000_000
+_MOST_STEPS = 200_000
 _MOST_POLLS = 100
 
 

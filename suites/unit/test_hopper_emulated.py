@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from gluon_emulated import emulating
 from gluon_laws import LENGTHS, Inputs, Lengths, assert_near, gradients, inputs
 from triton.runtime.jit import JITFunction
 
-from gem.kernels.hopper import backward_long, backward_short, gdpa_long, gdpa_plain, gdpa_short, ops
+from gem.kernels.hopper import backward_keep, backward_long, backward_short, gdpa_long, gdpa_plain, gdpa_short, ops
+from gem.kernels.hopper.backward_keep import Keep
 from gem.kernels.hopper.backward_short import Short
 from gem.kernels.hopper.choose import _FEW, _LONG, _SHORT, Variant
 from gem.kernels.hopper.gdpa_plain import PLAIN
@@ -51,9 +53,11 @@ FORWARD = {
     "long, three": Variant("long", 192, 16, 5, consumers=3, q_slots=1, turns=1),
     "long, registers": Variant("long", 128, 16, 2, turns=1, q_slots=1, q_registers=True),
     "long, drained": Variant("long", 128, 16, 2, turns=1, pipelined=False),
+    "long, dealt": Variant("long", 128, 16, 2, turns=2, claims=False),
     "lanes": Variant("long", 64, 16, 2, lanes=2),
     "lanes, straight": Variant("long", 64, 32, 4, lanes=2, q_slots=1, zigzag=False),
     "short": Variant("short", 128, 16, 4),
+    "short, dealt": Variant("short", 256, 16, 4, claims=False),
     "short, few stages": Variant("short", 256, 16, 2, q_slots=1),
     "short, three": Variant("short", 512, 16, 6, consumers=3),
     "short, values first": Variant("short", 128, 16, 3, values_first=True),
@@ -61,7 +65,7 @@ FORWARD = {
     "plain": Variant("plain", 128, 16, 3),
     "plain, two stages": Variant("plain", 128, 16, 2, zigzag=False),
 }
-MANY = "many keys and queries"  # for backwards
+MANY, FEW = "many keys and queries", "up to 256 keys"  # for backwards
 
 
 def _out(
@@ -75,7 +79,7 @@ def _out(
     return out
 
 
-@pytest.mark.parametrize("lengths", [x for x in LENGTHS if x != MANY])
+@pytest.mark.parametrize("lengths", [x for x in LENGTHS if x not in (MANY, FEW)])
 @pytest.mark.parametrize("case", FORWARD)
 def test_a_forward_is_right_in_any_order(case, lengths):
     number = list(FORWARD).index(case) + list(LENGTHS).index(lengths)
@@ -101,16 +105,14 @@ class Case(NamedTuple):
     lengths: tuple[str, ...]
 
 
+LONG = backward_long.Variant(2, rows=64, kv_slots=1, kv_registers=False)
 # Of backward_few see test_hopper_backward_few.py.
 BACKWARD = {
-    "long": Case(backward_long, backward_long.Variant(2, kv_slots=1), 16, (MANY, "ragged", "shared")),
-    "long, two places": Case(backward_long, backward_long.Variant(2, kv_slots=2), 16, (MANY,)),
-    "long, no lag": Case(
-        backward_long, backward_long.Variant(2, lag=False), 16, (MANY, "nobody's rows", "one row", "shared")
-    ),
-    "long, not early": Case(
-        backward_long, backward_long.Variant(3, kv_slots=2, early=False), 32, (MANY, "no keys but of one")
-    ),
+    "long": Case(backward_long, LONG, 16, (MANY, "ragged", "shared")),
+    "long, two places": Case(backward_long, replace(LONG, kv_slots=2), 16, (MANY, "nobody's rows", "one row")),
+    "long, more stages": Case(backward_long, replace(LONG, stages=3), 16, (MANY,)),
+    "long, wide": Case(backward_long, replace(LONG, rows=128), 32, (MANY, "no keys but of one")),
+    "long, keys in registers": Case(backward_long, replace(LONG, kv_slots=2, kv_registers=True), 16, (MANY, "shared")),
     "long at 64": Case(backward_long, None, 64, (MANY,)),
     "long at 128": Case(backward_long, None, 128, (MANY,)),
     "short": Case(backward_short, Short(4), 16, (MANY, "ragged", "shared", "few keys")),
@@ -119,6 +121,8 @@ BACKWARD = {
     ),
     "short at 64": Case(backward_short, None, 64, (MANY,)),
     "short at 128": Case(backward_short, None, 128, (MANY,)),
+    "keep": Case(backward_keep, Keep(4), 64, (FEW, "no keys but of one", "nobody's rows", "one row", "shared")),
+    "keep at 64": Case(backward_keep, None, 64, (FEW,)),
 }
 
 
@@ -129,9 +133,10 @@ def _gradients(
     jagged, x, right = _given(lengths, case.head_dim, dtype, activation)
     dq = torch.full_like(x.d_out, torch.nan, dtype=torch.float32 if wide or jagged.shared else dtype)
     dk, dv = torch.full_like(x.k, torch.nan), torch.full_like(x.v, torch.nan)
-    how = SCALES if case.variant is None else SCALES | {"variant": case.variant}
+    batch = jagged.batch()
+    how: dict[str, Any] = {"activation": activation, "variant": case.variant, **SCALES}
     with emulating(*order):
-        case.kernel.run(x.d_out, x.q, x.k, x.v, dq, dk, dv, jagged.batch(), activation=activation, **how)
+        case.kernel.run(x.d_out, x.q, x.k, x.v, dq, dk, dv, batch, **how)
     for i, (name, got, lens) in enumerate((("dq", dq, jagged.q_lens), ("dk", dk, jagged.k), ("dv", dv, jagged.k)), 1):
         assert_near(got, right[i], lens, name)
     return torch.cat([got.float().flatten() for got in (dq, dk, dv)])
@@ -150,7 +155,7 @@ def test_a_backward_is_right_in_any_order(case, lengths):
 # -- what the machine must see -----------------------------------------------------------------------------------------
 
 MORE_ORDERS = [*ORDERS, *((seed, (2, 16, 3, 1, 7)[seed % 5]) for seed in range(4, 12))]
-KERNELS = (gdpa_long, gdpa_short, gdpa_plain, backward_long, backward_short)
+KERNELS = (gdpa_long, gdpa_short, gdpa_plain, backward_long, backward_short, backward_keep)
 
 
 @pytest.fixture
@@ -174,7 +179,7 @@ def test_a_fault_in_a_forward_is_seen(name, put_in, monkeypatch):
     fault = gluon_faults.FORWARD[name]
     variant = FORWARD[fault.case]
     copy = put_in(fault)
-    if fault.module != "parts":
+    if fault.module.startswith("gdpa"):
         monkeypatch.setitem(ops._LAUNCH_OF, variant.kernel, copy.launch_of)
     with pytest.raises(AssertionError):
         for order in MORE_ORDERS:
@@ -184,7 +189,7 @@ def test_a_fault_in_a_forward_is_seen(name, put_in, monkeypatch):
 
 @functools.cache
 def _right_bits(case: str) -> Tensor:
-    return _gradients(BACKWARD[case], MANY, BF16, "silu", True, ORDERS[0])
+    return _gradients(BACKWARD[case], BACKWARD[case].lengths[0], BF16, "silu", True, ORDERS[0])
 
 
 @pytest.mark.parametrize("name", gluon_faults.BACKWARD)
@@ -197,4 +202,4 @@ def test_a_fault_in_a_backward_is_seen(name, put_in):
         case = case._replace(kernel=copy)
     with pytest.raises(AssertionError):
         for order in MORE_ORDERS:
-            assert torch.equal(_gradients(case, MANY, BF16, "silu", True, order), right)
+            assert torch.equal(_gradients(case, case.lengths[0], BF16, "silu", True, order), right)
