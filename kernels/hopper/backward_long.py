@@ -27,6 +27,7 @@ Legend: T rows of all samples, H heads, D head_dim.
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -55,6 +56,9 @@ from gem.kernels.hopper.sums import (
 )
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
+
+if TYPE_CHECKING:
+    from gem.kernels.schedule import Limits
 
 _KEYS = 128  # of a job
 PARTS = gl.constexpr(7)  # numbers that the producer hands on for a job: see _told
@@ -88,11 +92,13 @@ def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, le
 def run(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
     activation: str, qk_scale: float, out_scale: float = 1.0, variant: Variant | None = None,
+    beyond: "Limits | None" = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Gradients of all samples into dq, dk, dv, all contiguous and with rows; 0 where nothing is seen.
 
-    ``dq`` is of q's type or fp32, for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must
-    suit launch.tma_fits.
+    ``beyond``: of samples beyond these limits alone, and of what lies behind the last offsets; others' rows stay as
+    they are. ``dq`` is of q's type or fp32, for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and
+    dv must suit launch.tma_fits. ``sums``: memory to work in (the first of sums.buffers).
     """
     heads, head_dim = k_THD.shape[1:]
     variant = variant or VARIANTS[head_dim]
@@ -104,12 +110,13 @@ def run(
         launches = launches_of(variant, head_dim, activation, folds(activation, q_THD), small)
         if kind is not None:
             remember(key, launches)
-    k_tiles, q_tiles = batch.tiles("k", _KEYS), batch.tiles("q", 64)
+    which = {} if beyond is None else {"beyond": beyond}
+    k_tiles, q_tiles = batch.tiles("k", _KEYS, **which), batch.tiles("q", 64, **which)
     k_jobs, q_jobs = k_tiles.shape[0] * heads, q_tiles.shape[0] * heads
     if max(k_jobs, q_jobs) >= 2**30:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {max(k_jobs, q_jobs)}; accepted: up to 2**30")
     shared = batch.shared if batch.q_offsets is None else 0
-    sums, state = buffers(dq.shape[0], batch.size, heads, head_dim, q_THD.device)
+    sums, state = buffers(dq.shape[0], batch.size, heads, head_dim, q_THD.device, sums)
     products, rows = launches
     programs = min(k_jobs, launch.multiprocessors(q_THD.device))
     products(

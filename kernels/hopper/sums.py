@@ -68,13 +68,16 @@ class SumsLaunch(Launch):
         return launch.ragged(x, block, self.layout)
 
 
-def buffers(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sums as rows of 32; zeros: a counter of jobs and, from ``FLAGS`` on, flags), for as many tiles as there may be.
+def buffers(
+    q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(sums as rows of 32, those given if any; zeros: a counter of jobs and, from ``FLAGS`` on, flags).
 
-    There are four tiles' flags more, which nobody raises: who is behind the last tile may read them.
+    For as many tiles as there may be. There are four tiles' flags more, which nobody raises: who is behind the last tile may read them.
     """
     tiles = q_rows // 64 + 2 * samples + 2
-    sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
+    if sums is None:
+        sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
     return sums, torch.zeros(_FLAGS + (tiles + 4) * heads, dtype=torch.int32, device=device)
 
 
