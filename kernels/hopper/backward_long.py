@@ -41,19 +41,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
+from gem.kernels.hopper.jobs import PARTS, hand_on, told
 from gem.kernels.hopper.parts import END, LAYOUT, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
-from gem.kernels.hopper.sums import (
-    FLAGS,
-    SumsLaunch,
-    add_to_global,
-    buffers,
-    first_tile,
-    in_order,
-    raise_flag,
-    read_flag,
-    rows_launch,
-)
+from gem.kernels.hopper.sums import SumsLaunch, buffers, first_tile, in_order, rows_launch, writer
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
 
@@ -61,7 +52,6 @@ if TYPE_CHECKING:
     from gem.kernels.schedule import Limits
 
 _KEYS = 128  # of a job
-PARTS = gl.constexpr(7)  # numbers that the producer hands on for a job: see _told
 
 
 @dataclass(frozen=True)
@@ -126,39 +116,13 @@ def run(
     rows((q_jobs,), sums, dq, q_tiles, q_jobs, heads, shared, qk_scale, out_scale)
 
 
-# -- handing jobs on ---------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile, real):
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = t % 2
-    mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
-    job_s.index(slot * PARTS).store(gl.full([1], tiles, gl.int32, L))
-    job_s.index(slot * PARTS + 1).store(gl.full([1], k_end, gl.int32, L))
-    job_s.index(slot * PARTS + 2).store(gl.full([1], k_x, gl.int32, L))
-    job_s.index(slot * PARTS + 3).store(gl.full([1], head, gl.int32, L))
-    job_s.index(slot * PARTS + 4).store(gl.full([1], turn, gl.int32, L))
-    job_s.index(slot * PARTS + 5).store(gl.full([1], tile, gl.int32, L))
-    job_s.index(slot * PARTS + 6).store(gl.full([1], real, gl.int32, L))
-    mbarrier.arrive(job_full.index(slot), count=1)
-
-
-@gluon.jit
-def _told(job_s, t, part: gl.constexpr, WARPS: gl.constexpr):
-    """Of job ``t``: 0 query tiles (0: there is no more job); 1 end and 2 first row of the keys, as descriptors count;
-    3 head; 4 tiles of the sample with earlier keys; 5 where its sums begin; 6 query tiles that hold queries.
-    """
-    return gl.max(job_s.index(t % 2 * PARTS + part).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+# -- consumers ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _nothing(it, M: gl.constexpr, D: gl.constexpr):
     """0, which the compiler does not know for wide tiles: addresses taken out of loops would go to local memory."""
     return it >> 30 if M + D > 128 else 0
-
-
-# -- consumers ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -254,7 +218,7 @@ def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, M: gl.conste
 
     Its values are read by nobody else, its keys by the other consumer's last product.
     """
-    end, at, column = _told(job_s, t, 1, 4), _told(job_s, t, 2, 4) + W * 64, _told(job_s, t, 3, 4) * D
+    end, at, column = told(job_s, t, 1, 4), told(job_s, t, 2, 4) + W * 64, told(job_s, t, 3, 4) * D
     own = x_s.index(kv * 2 + W + _nothing(t, M, D))
     own.reshape([64, D]).store((x * factor).to(x_s.dtype))
     fence_async_shared()
@@ -276,7 +240,7 @@ def _consumer(
     it = 0
     t = 0
     mbarrier.wait(job_full.index(0), 0)
-    n = _told(job_s, 0, 0, 4)
+    n = told(job_s, 0, 0, 4)
     while n > 0:
         kv = t % KV
         mbarrier.wait(kv_full.index(kv), (t // KV) & 1)
@@ -328,10 +292,10 @@ def _consumer(
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         t += 1
         mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
-        n = _told(job_s, t, 0, 4)
+        n = told(job_s, t, 0, 4)
 
 
-# -- producer and writer -----------------------------------------------------------------------------------------------
+# -- producer ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -351,7 +315,7 @@ def _producer(
         # Tiles that no query sees need not wait for each other: nobody reads their sums.
         turn = gl.where(q_len > 0, row // 128, 0)
         tile = first_tile(q_start, sample, shared)
-        _hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, tile, (q_len + M - 1) // M)
+        hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, tile, (q_len + M - 1) // M)
         if n > 0:
             q_end = q_start + q_len
             o_end = q_end
@@ -378,52 +342,6 @@ def _producer(
                 )  # fmt: skip
                 it += 1
         t += 1
-
-
-@gluon.jit
-def _writer(
-    S: gl.constexpr, M: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full,
-    job_empty, state, heads,
-):  # fmt: skip
-    """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time."""
-    it = 0
-    t = 0
-    mbarrier.wait(job_full.index(0), 0)
-    n = _told(job_s, 0, 0, 1)
-    while n > 0:
-        head, turn, tile = _told(job_s, t, 3, 1), _told(job_s, t, 4, 1), _told(job_s, t, 5, 1)
-        real = _told(job_s, t, 6, 1)
-        mbarrier.arrive(job_empty.index(t % 2), count=1)
-        seen = 0
-        for i in range((S + it) % 2, n, 2):
-            at = (tile + i * (M // 64)) * heads + head
-            phase = ((it + i) // 2) & 1
-            flag = state + FLAGS + at
-            mbarrier.wait(sum_full.index(S * 2), phase)
-            mbarrier.wait(sum_full.index(S * 2 + 1), phase)
-            if i < real:
-                while seen < turn:
-                    seen = read_flag(flag)
-                for w in gl.static_range(2):
-                    row = (2 * at + w) * D if M == 64 else (at + w * heads) * (2 * D)
-                    if turn > 0:
-                        add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
-                    else:
-                        tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
-                tma.store_wait(0)
-                mbarrier.arrive(sum_empty.index(S), count=1)
-                # The next flag is read while the addition goes on; behind the last are some that nobody raises.
-                seen = read_flag(flag + 2 * (M // 64) * heads)
-                raise_flag(flag, turn + 1)
-            else:
-                mbarrier.arrive(sum_empty.index(S), count=1)
-        it += n
-        t += 1
-        mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
-        n = _told(job_s, t, 0, 1)
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
@@ -479,8 +397,8 @@ def _backward_long(
             (_consumer, (0, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
             (_consumer, (1, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
             (_producer, (M, D, STAGES, KV) + produced),
-            (_writer, (0, M, D) + written),
-            (_writer, (1, M, D) + written),
+            (writer, (0, M, D) + written),
+            (writer, (1, M, D) + written),
         ],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -23,9 +23,11 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem.kernels import launch
+from gem.kernels.hopper.jobs import told
 from gem.kernels.hopper.parts import record_of
 from gem.kernels.hopper.slopes import slope_factor
 from gem.kernels.launch import Launch
@@ -73,7 +75,7 @@ def buffers(
 ) -> tuple[Tensor, Tensor]:
     """(sums as rows of 32, those given if any; zeros: a counter of jobs and, from ``FLAGS`` on, flags).
 
-    For as many tiles as there may be. There are four tiles' flags more, which nobody raises: who is behind the last tile may read them.
+    For as many tiles as there may be. There are flags of four tiles more, which nobody raises: a writer may read them.
     """
     tiles = q_rows // 64 + 2 * samples + 2
     if sums is None:
@@ -107,7 +109,7 @@ def in_order(dq):
 
 @gluon.jit
 def read_flag(flag):
-    """How many have added; by one warp."""
+    """How many have added, for a warp."""
     return gl.inline_asm_elementwise(READ_FLAG, "=r,l", [flag.to(gl.int64)], gl.int32, False, 1)
 
 
@@ -115,6 +117,49 @@ def read_flag(flag):
 def raise_flag(flag, count):
     """Say that so many have added, when all that this warp asked the copy engine to write is written."""
     gl.inline_asm_elementwise(RAISE_FLAG, "=r,l,r", [flag.to(gl.int64), count], gl.int32, False, 1)
+
+
+@gluon.jit
+def writer(
+    S: gl.constexpr, M: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full,
+    job_empty, state, heads,
+):  # fmt: skip
+    """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time."""
+    it = 0
+    t = 0
+    mbarrier.wait(job_full.index(0), 0)
+    n = told(job_s, 0, 0, 1)
+    while n > 0:
+        head, turn, tile = told(job_s, t, 3, 1), told(job_s, t, 4, 1), told(job_s, t, 5, 1)
+        real = told(job_s, t, 6, 1)
+        mbarrier.arrive(job_empty.index(t % 2), count=1)
+        seen = 0
+        for i in range((S + it) % 2, n, 2):
+            at = (tile + i * (M // 64)) * heads + head
+            phase = ((it + i) // 2) & 1
+            flag = state + FLAGS + at
+            mbarrier.wait(sum_full.index(S * 2), phase)
+            mbarrier.wait(sum_full.index(S * 2 + 1), phase)
+            if i < real:
+                while seen < turn:
+                    seen = read_flag(flag)
+                for w in gl.static_range(2):
+                    row = (2 * at + w) * D if M == 64 else (at + w * heads) * (2 * D)
+                    if turn > 0:
+                        add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
+                    else:
+                        tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
+                tma.store_wait(0)
+                mbarrier.arrive(sum_empty.index(S), count=1)
+                # The next flag is read while the addition goes on; behind the last are some that nobody raises.
+                seen = read_flag(flag + 2 * (M // 64) * heads)
+                raise_flag(flag, turn + 1)
+            else:
+                mbarrier.arrive(sum_empty.index(S), count=1)
+        it += n
+        t += 1
+        mbarrier.wait(job_full.index(t % 2), (t // 2) & 1)
+        n = told(job_s, t, 0, 1)
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])

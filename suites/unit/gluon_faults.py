@@ -184,15 +184,15 @@ BACKWARD = {
     ),
     "keys filled while they are read": fault("long", "backward_long", drop("mbarrier.wait(kv_empty")),
     "job not waited for": fault("long", "backward_long", drop("mbarrier.wait(job_full")),
-    "job overwritten": fault("long", "backward_long", drop("mbarrier.wait(job_empty")),
+    "job overwritten": fault("long", "jobs", drop("mbarrier.wait(job_empty")),
     "half a share not waited for": fault(
-        "long", "backward_long", drop("mbarrier.wait(sum_full.index(S * 2 + 1), phase)")
+        "long", "sums", drop("mbarrier.wait(sum_full.index(S * 2 + 1), phase)")
     ),
-    "share given back on its way out": fault("long", "backward_long", swap(_OUT, "mbarrier.arrive(sum_empty.index(S)")),
-    "added before its turn": fault("long", "backward_long", put("while seen < turn:", "while False:")),
-    "turns skipped": fault("long", "backward_long", put("raise_flag(flag, turn + 1)", "raise_flag(flag, turn + 2)")),
-    "turn not handed on": fault("long", "backward_long", drop("raise_flag(flag, turn + 1)")),
-    "the first adds to nothing": fault("long", "backward_long", put("if turn > 0:", "if turn >= 0:")),
+    "share given back on its way out": fault("long", "sums", swap(_OUT, "mbarrier.arrive(sum_empty.index(S)")),
+    "added before its turn": fault("long", "sums", put("while seen < turn:", "while False:")),
+    "turns skipped": fault("long", "sums", put("raise_flag(flag, turn + 1)", "raise_flag(flag, turn + 2)")),
+    "turn not handed on": fault("long", "sums", drop("raise_flag(flag, turn + 1)")),
+    "the first adds to nothing": fault("long", "sums", put("if turn > 0:", "if turn >= 0:")),
     "turn handed on before the addition": fault("long", "sums", put("cp.async.bulk.wait_group 0;", "")),
     "two samples' sums in one place": fault("long", "sums", put("+ 2 * sample", "+ sample")),
     "keys that no query sees are read": fault("long", "backward_long", put("gl.where(q_len > 0, k_x, END)", "k_x")),
