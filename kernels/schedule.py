@@ -21,8 +21,15 @@ import torch
 from torch import Tensor
 
 NO_SAMPLE = -1
-REST = 2048  # most rows of a record of what lies behind the last offset, in lists of whole samples
 FIELDS = 8  # sample, row, q_start, q_len, k_start, k_len, and two that make a record 32 bytes long
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rows that a sample may have for a kernel."""
+
+    queries: int
+    keys: int
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that doubles the time to make one, and each call makes one
@@ -54,26 +61,29 @@ class Batch:
         """Samples."""
         return self.k_offsets.shape[0] - 1
 
-    def tiles(self, side: str, block: int, sorted: bool = True) -> Tensor:
+    def tiles(self, side: str, block: int, sorted: bool = True, beyond: Limits | None = None) -> Tensor:
         """The list of tiles of ``block`` rows of the queries ("q") or the keys ("k"): int32 [N, FIELDS].
 
         One record holds all that a program asks about its tile, so that it waits for one load and not for a chain of
         three (list, offsets, rows): sample, first row of the tile in the sample, and start and number of rows of the
         sample's queries and keys. Sample B is what lies behind the last offset: it sees nothing, so that its outputs
         become 0. Not ``sorted``: sample after sample instead (to measure what sorting gains), those that name no sample
-        last as well.
+        last as well. ``beyond``: those of samples that are not within these limits, and of sample B.
         """
-        what = (side, block) if sorted else (side, block, "in the batch's order")
-        return _cached(self, what, lambda: _build(self, side, block, sorted))
+        what: tuple = (side, block)
+        if not sorted:
+            what = (*what, "in the batch's order")
+        if beyond is not None:
+            what = (*what, beyond)
+        return _cached(self, what, lambda: _build(self, side, block, sorted, beyond))
 
-    def samples(self, most_q: int | None = None, most_k: int | None = None, beyond: bool = False) -> Tensor:
-        """The list of whole samples, the most work first: int32 [N, FIELDS], records as in ``tiles`` with row 0.
+    def samples(self, limits: Limits) -> Tensor:
+        """The list of whole samples within limits, the most work first: int32 [B, FIELDS], records as in ``tiles``.
 
-        Those without queries or without keys are among them. What lies behind the last offsets is records of sample B,
-        of up to REST rows: of queries that see nothing, and of keys that nothing sees. Records past a limit name no
-        sample and stand last; with ``beyond`` those within all limits do.
+        Their row is 0. Samples without queries or without keys are among them; those that are not within the limits
+        name no sample and stand last, and what lies behind the last offset is not listed: see ``tiles``.
         """
-        return _cached(self, ("samples", most_q, most_k, beyond), lambda: _whole(self, most_q, most_k, beyond))
+        return _cached(self, ("samples", limits), lambda: _whole(self, limits))
 
     def blocks(self, block: int) -> "Batch":
         """Each ``block`` rows of each sample, counted from its start, as a sample of their own; q and k the same."""
@@ -86,7 +96,7 @@ class Batch:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
+def _build(batch: Batch, side: str, block: int, sorted: bool, beyond: Limits | None) -> Tensor:
     q_lens, k_lens = _lengths(batch)
     own, rows = (q_lens, batch.q_rows) if side == "q" else (k_lens, batch.k_rows)
     if side == "q" and batch.q_offsets is None:
@@ -94,6 +104,8 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
     sample, row = _in_order(own, rows // block + own.shape[0], block)
     there = sample.clamp(min=0)
     rest = there == batch.size  # behind the last offset nothing is seen
+    if beyond is not None:
+        sample = torch.where(_within(beyond, q_lens, k_lens)[there] & ~rest, NO_SAMPLE, sample)
     q_len, k_len = q_lens[there], k_lens[there]
     q_len, k_len = (q_len, k_len.masked_fill(rest, 0)) if side == "q" else (q_len.masked_fill(rest, 0), k_len)
     q_start = torch.zeros_like(there) if batch.q_offsets is None else batch.q_offsets.long()[there]
@@ -106,35 +118,20 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
 
 
-def _whole(batch: Batch, most_q: int | None, most_k: int | None, beyond: bool) -> Tensor:
-    q_lens, k_lens = _lengths(batch)
-    last = batch.k_offsets[-1:].long()
-    starts = torch.zeros_like(batch.k_offsets) if batch.q_offsets is None else batch.q_offsets
-    # What lies behind the last offsets, at most REST rows a record: one program would be long at them.
-    q_rest, q_rest_start = _cut(q_lens[-1:], starts[-1:].long(), batch.q_rows)
-    k_rest, k_rest_start = _cut(k_lens[-1:], last, batch.k_rows)
-    no_q, no_k = torch.zeros_like(k_rest), torch.zeros_like(q_rest)
-    q_len = torch.cat([q_lens[:-1], q_rest, no_q])
-    k_len = torch.cat([k_lens[:-1], no_k, k_rest])
-    q_start = torch.cat([starts[:-1].long(), q_rest_start, starts[-1:].long() + no_q])
-    k_start = torch.cat([batch.k_offsets[:-1].long(), last + no_k, k_rest_start])
-    sample = torch.arange(q_len.shape[0], device=q_len.device).clamp(max=batch.size)
-    there = torch.ones_like(sample, dtype=torch.bool)
-    for lens, most in ((q_len, most_q), (k_len, most_k)):
-        if most is not None:
-            there &= lens <= most
-    there = (~there if beyond else there) & ((sample < batch.size) | (q_len + k_len > 0))
-    sample = torch.where(there, sample, NO_SAMPLE)
+def _whole(batch: Batch, limits: Limits) -> Tensor:
+    q_lens, k_lens = (lens[:-1] for lens in _lengths(batch))
+    k_start = batch.k_offsets[:-1].long()
+    q_start = torch.zeros_like(k_start) if batch.q_offsets is None else batch.q_offsets[:-1].long()
+    there = _within(limits, q_lens, k_lens)
+    sample = torch.where(there, torch.arange(batch.size, device=q_lens.device), NO_SAMPLE)
     unused = torch.zeros_like(sample)
-    records = torch.stack((sample, unused, q_start, q_len, k_start, k_len, unused, unused), 1).to(torch.int32)
-    work = torch.where(there, q_len * k_len + q_len + k_len, -1)
+    records = torch.stack((sample, unused, q_start, q_lens, k_start, k_lens, unused, unused), 1).to(torch.int32)
+    work = torch.where(there, q_lens * k_lens + q_lens + k_lens, -1)
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
 
 
-def _cut(length: Tensor, start: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(rows, start) of the pieces of ``length`` rows, at most ``most`` of them, from ``start`` on."""
-    before = torch.arange(most // REST + 1, device=length.device) * REST
-    return (length - before).clamp(0, REST), start + before
+def _within(limits: Limits, q_lens: Tensor, k_lens: Tensor) -> Tensor:
+    return (q_lens <= limits.queries) & (k_lens <= limits.keys)
 
 
 def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ from gem.kernels.hopper.claims import counter
 from gem.kernels.hopper.parts import END, LAYOUT, dealt, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
-from gem.kernels.schedule import Batch
+from gem.kernels.schedule import Batch, Limits
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ _TOLD = gl.constexpr(5)  # numbers that a producer tells its consumer of a job
 VARIANTS = {(32, 64): Few(32, 2, 12), (64, 64): Few(64, 2, 10), (32, 128): Few(32, 1, 6), (64, 128): Few(64, 1, 5)}
 
 
+def limits(rows: int) -> Limits:
+    """Of samples that a launch with tiles of ``rows`` queries takes: one lane walks all keys of one."""
+    return Limits(rows, 2**15)
+
+
 def launch_of(variant: Few, head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
     """The kernel with the constants of a variant. Arguments: see ``run``."""
     rows = variant.rows
@@ -80,7 +85,7 @@ def run(
 ) -> None:  # fmt: skip
     """Gradients of samples of up to ``rows`` queries (32 or 64; a ``variant`` has its own) into dq, dk, dv, contiguous.
 
-    Rows of other samples, ``batch.samples(most_q=rows, beyond=True)``, stay as they are. ``dq`` is of q's type or fp32,
+    Rows of samples beyond ``limits(rows)`` and behind the last offsets stay as they are. ``dq`` is of q's type or fp32,
     for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
     """
     heads, head_dim = k_THD.shape[1:]
@@ -93,7 +98,7 @@ def run(
         plan = launch_of(variant, head_dim, activation, folds(activation, q_THD), is_lean)
         if kind is not None:
             remember(key, plan)
-    samples = batch.samples(most_q=variant.rows)
+    samples = batch.samples(limits(variant.rows))
     jobs = samples.shape[0] * heads
     if jobs >= 2**31:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**31")

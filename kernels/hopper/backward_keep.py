@@ -53,9 +53,9 @@ from gem.kernels.hopper.claims import claim, counter
 from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
-from gem.kernels.schedule import Batch
+from gem.kernels.schedule import Batch, Limits
 
-MOST_KEYS = 256
+LIMITS = Limits(queries=8192, keys=256)
 BLOCKS = gl.constexpr(6)  # in place of backward_short's number: blocks of 64 keys
 
 
@@ -78,10 +78,10 @@ def run(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
     activation: str, qk_scale: float, out_scale: float = 1.0, variant: Keep | None = None,
 ) -> None:  # fmt: skip
-    """Gradients of samples of up to MOST_KEYS keys, D 64, into dq, dk, dv, all contiguous.
+    """Gradients of samples within LIMITS, D 64, into dq, dk, dv, all contiguous.
 
-    Rows of other samples, ``batch.samples(most_k=MOST_KEYS, beyond=True)``, stay as they are. ``dq`` is of q's type or
-    fp32, for ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
+    Rows of other samples and behind the last offsets stay as they are. ``dq`` is of q's type or fp32, for
+    ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
     """
     heads, head_dim = k_THD.shape[1:]
     variant = variant or Keep()
@@ -93,7 +93,7 @@ def run(
         run_it = launch_of(variant, activation, folds(activation, q_THD), small)
         if kind is not None:
             remember(key, run_it)
-    samples = batch.samples(most_k=MOST_KEYS)
+    samples = batch.samples(LIMITS)
     jobs = samples.shape[0] * heads
     if jobs >= 2**30:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**30")

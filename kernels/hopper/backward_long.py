@@ -27,7 +27,6 @@ Legend: T rows of all samples, H heads, D head_dim.
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -46,10 +45,7 @@ from gem.kernels.hopper.parts import END, LAYOUT, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
 from gem.kernels.hopper.sums import SumsLaunch, buffers, first_tile, in_order, rows_launch, writer
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
-from gem.kernels.schedule import Batch
-
-if TYPE_CHECKING:
-    from gem.kernels.schedule import Limits
+from gem.kernels.schedule import Batch, Limits
 
 _KEYS = 128  # of a job
 
@@ -82,7 +78,7 @@ def launches_of(variant: Variant, head_dim: int, activation: str, fold: bool, le
 def run(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
     activation: str, qk_scale: float, out_scale: float = 1.0, variant: Variant | None = None,
-    beyond: "Limits | None" = None, sums: Tensor | None = None,
+    beyond: Limits | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Gradients of all samples into dq, dk, dv, all contiguous and with rows; 0 where nothing is seen.
 
@@ -100,8 +96,7 @@ def run(
         launches = launches_of(variant, head_dim, activation, folds(activation, q_THD), small)
         if kind is not None:
             remember(key, launches)
-    which = {} if beyond is None else {"beyond": beyond}
-    k_tiles, q_tiles = batch.tiles("k", _KEYS, **which), batch.tiles("q", 64, **which)
+    k_tiles, q_tiles = batch.tiles("k", _KEYS, beyond=beyond), batch.tiles("q", 64, beyond=beyond)
     k_jobs, q_jobs = k_tiles.shape[0] * heads, q_tiles.shape[0] * heads
     if max(k_jobs, q_jobs) >= 2**30:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {max(k_jobs, q_jobs)}; accepted: up to 2**30")

@@ -47,8 +47,9 @@ from gem.kernels import launch
 from gem.kernels.hopper.claims import claim, counter
 from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.hopper.sums import room
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
-from gem.kernels.schedule import Batch
+from gem.kernels.schedule import Batch, Limits
 
 _KEYS = 128  # of a pass
 _HALF_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
@@ -73,6 +74,8 @@ class Short:
     early: bool = True  # see EARLY
 
 
+# A sample and head is one program's: beyond these it would keep the others waiting.
+LIMITS = Limits(queries=8192, keys=512)
 VARIANTS = {64: Short(10), 128: Short(4, early=False)}
 
 
@@ -95,13 +98,13 @@ def launch_of(variant: Short, head_dim: int, activation: str, fold: bool, lean: 
 
 def run(
     d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, batch: Batch, *,
-    activation: str, qk_scale: float, out_scale: float = 1.0, samples: Tensor | None = None,
-    variant: Short | None = None,
+    activation: str, qk_scale: float, out_scale: float = 1.0, sums: Tensor | None = None, variant: Short | None = None,
 ) -> None:  # fmt: skip
-    """Gradients of ``samples``, a list of the batch's (None: all of them), into dq, dk, dv, all contiguous.
+    """Gradients of samples within LIMITS into dq, dk, dv, all contiguous.
 
-    Rows of other samples stay as they are. ``dq`` is of q's type or fp32, for ``batch.shared`` queries
-    [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits.
+    Rows of other samples and behind the last offsets stay as they are. ``dq`` is of q's type or fp32, for
+    ``batch.shared`` queries [B * shared, H, D] as d_out is. Inputs, dk and dv must suit launch.tma_fits. ``sums``:
+    memory for parts of dq, as of ``sums.room``.
     """
     heads, head_dim = k_THD.shape[1:]
     variant = variant or VARIANTS[head_dim]
@@ -113,15 +116,14 @@ def run(
         run_it = launch_of(variant, head_dim, activation, folds(activation, q_THD), small)
         if kind is not None:
             remember(key, run_it)
-    samples = batch.samples() if samples is None else samples
+    samples = batch.samples(LIMITS)
     jobs = samples.shape[0] * heads
     if jobs >= 2**30:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} of samples and heads; accepted: 2**30")
     programs = min(jobs, launch.multiprocessors(k_THD.device))
     shared = batch.shared if batch.q_offsets is None else 0
-    # Tile i of a sample is number start // 64 + sample + i: no two are the same. Up to 128 keys are one pass.
-    tiles = dq.shape[0] // 64 + batch.size + 1 if batch.k_rows > _KEYS else 0
-    parts = torch.empty(max(tiles * heads * 64 * head_dim, 1), dtype=torch.float32, device=k_THD.device)
+    # Tile i of a sample is number start // 64 + sample + i: no two are the same.
+    parts = room(dq.shape[0], batch.size, heads, head_dim, k_THD.device) if sums is None else sums
     run_it(
         (programs,), d_out_THD, q_THD, k_THD, v_THD, dk, dv, dq.view(dq.shape[0], 2 * heads, head_dim // 2), parts,
         samples, counter(k_THD.device), jobs, heads, shared, qk_scale, out_scale,

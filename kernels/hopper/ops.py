@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.hopper import claims, gdpa_long, gdpa_plain, gdpa_short, parts
+from gem.kernels.hopper.backward import gdpa_backward
 from gem.kernels.hopper.choose import Variant, choose
 from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
 from gem.kernels.ops import jagged_batch
@@ -75,4 +76,4 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["gdpa_forward", "jagged_batch"]
+__all__ = ["gdpa_backward", "gdpa_forward", "jagged_batch"]

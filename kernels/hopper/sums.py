@@ -77,10 +77,19 @@ def buffers(
 
     For as many tiles as there may be. There are flags of four tiles more, which nobody raises: a writer may read them.
     """
-    tiles = q_rows // 64 + 2 * samples + 2
     if sums is None:
-        sums = torch.empty((tiles * heads * head_dim * 2, 32), dtype=torch.float32, device=device)
-    return sums, torch.zeros(_FLAGS + (tiles + 4) * heads, dtype=torch.int32, device=device)
+        sums = room(q_rows, samples, heads, head_dim, device)
+    return sums, torch.zeros(_FLAGS + (_most_tiles(q_rows, samples) + 4) * heads, dtype=torch.int32, device=device)
+
+
+def room(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Sums of as many tiles as there may be, as rows of 32. Nothing is in them."""
+    rows = _most_tiles(q_rows, samples) * heads * head_dim * 2
+    return torch.empty((rows, 32), dtype=torch.float32, device=device)
+
+
+def _most_tiles(q_rows: int, samples: int) -> int:
+    return q_rows // 64 + 2 * samples + 2
 
 
 @builtin

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from itertools import accumulate, pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed: gem.kernels cannot be imported")
 
 from gem.kernels import schedule
-from gem.kernels.schedule import FIELDS, NO_SAMPLE, Batch
+from gem.kernels.schedule import FIELDS, NO_SAMPLE, Batch, Limits
 
 PROPERTY = settings(max_examples=150, deadline=None)
 
@@ -111,38 +110,30 @@ def test_shapes_alone_decide_how_long_a_list_is(batch_and_lens, side, block, ran
     assert len(lens) == batch.size + 1
 
 
-limits = st.sampled_from([None, 0, 1, 20, 64])
+limits = st.builds(Limits, *[st.sampled_from([0, 1, 20, 64, 1000])] * 2)
 
 
 @PROPERTY
-@given(batches(), limits, limits)
-def test_each_sample_is_within_the_limits_or_beyond_them(batch_and_lens, most_q, most_k):
+@given(batches(), limits, st.sampled_from("qk"), blocks)
+def test_each_sample_is_within_limits_or_beyond_them(batch_and_lens, limits, side, block):
     batch, lens = batch_and_lens
     q_starts = [0] * len(lens) if batch.shared else [0, *accumulate(q for q, _ in lens)]
     k_starts = [0, *accumulate(k for _, k in lens)]
-    rest_q, rest_k = lens[-1]
-    whole = [[i, 0, q_starts[i], q, k_starts[i], k, 0, 0] for i, (q, k) in enumerate(lens[:-1])]
-    for side, start, rest in ((3, q_starts[batch.size], rest_q), (5, k_starts[batch.size], rest_k)):
-        for row in range(0, rest, 64):
-            record = [batch.size, 0, q_starts[batch.size], 0, k_starts[batch.size], 0, 0, 0]
-            record[side - 1 : side + 1] = [start + row, min(64, rest - row)]
-            whole.append(record)
 
-    def fits(record: list[int]) -> bool:
-        return (most_q is None or record[3] <= most_q) and (most_k is None or record[5] <= most_k)
+    def fits(q_len: int, k_len: int) -> bool:
+        return q_len <= limits.queries and k_len <= limits.keys
 
-    for beyond in (False, True):
-        expected = [record for record in whole if fits(record) != beyond]
-        expected.sort(key=lambda record: -(record[3] * record[5] + record[3] + record[5]))
-        with mock.patch.object(schedule, "REST", 64):
-            found = Batch(
-                batch.q_offsets, batch.k_offsets.clone(), batch.q_rows, batch.k_rows, shared=batch.shared
-            ).samples(most_q, most_k, beyond)
-        assert found.dtype == torch.int32 and found.is_contiguous()
-        records = found.tolist()
-        assert len(records) == batch.size + batch.q_rows // 64 + batch.k_rows // 64 + 2  # whatever the lengths are
-        assert records[: len(expected)] == expected
-        assert all(record[0] == NO_SAMPLE for record in records[len(expected) :])
+    whole = [[i, 0, q_starts[i], q, k_starts[i], k, 0, 0] for i, (q, k) in enumerate(lens[:-1]) if fits(q, k)]
+    whole.sort(key=lambda record: -(record[3] * record[5] + record[3] + record[5]))
+    found = batch.samples(limits)
+    assert found.dtype == torch.int32 and found.is_contiguous()
+    assert found.tolist()[: len(whole)] == whole
+    assert [record[0] for record in found.tolist()[len(whole) :]] == [NO_SAMPLE] * (batch.size - len(whole))
+    tiles = batch.tiles(side, block).tolist()
+    there = [record for record in tiles if record[0] == batch.size or (record[0] >= 0 and not fits(*lens[record[0]]))]
+    beyond = batch.tiles(side, block, beyond=limits)
+    assert beyond.shape[0] == len(tiles) and beyond.tolist()[: len(there)] == there
+    assert all(record[0] == NO_SAMPLE for record in beyond.tolist()[len(there) :])
 
 
 @PROPERTY
@@ -198,7 +189,8 @@ def test_layers_share_a_list_and_other_questions_get_their_own():
 
 @pytest.mark.parametrize("written", ["q", "k"])
 @pytest.mark.parametrize("ask", [
-    lambda batch: batch.tiles("q", 4), lambda batch: batch.tiles("q", 4, sorted=False), lambda batch: batch.samples(5),
+    lambda batch: batch.tiles("q", 4), lambda batch: batch.tiles("q", 4, sorted=False),
+    lambda batch: batch.samples(Limits(5, 5)),
 ], ids=["sorted", "unsorted", "samples"])  # fmt: skip
 def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(written, ask):
     q, k = offsets([6, 8]), offsets([6, 8])
