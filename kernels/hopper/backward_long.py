@@ -4,7 +4,8 @@ A program holds a tile of 128 keys at a time, as two consumers (a warpgroup each
 registers while the sample's queries pass in tiles of 64 through a ring. The producer, a warp, fills the ring and takes
 jobs (a tile of keys and a head) from a counter. Scores stand transposed, keys by queries, so that weights and their
 gradients are register operands of dv += weights d_out and dk += d_scores q; d_scores go through shared memory for
-dq = d_scores^T k, of which each consumer computes half of the columns over all 128 keys.
+dq = d_scores^T k, of which each consumer computes half over all 128 keys: with the next tile's dk and dv, so that it
+need not wait for the other one's d_scores (TFLOP/s on an H200, self_long: 582 against 552 at head_dim 128).
 
 A key tile's share of dq goes to sums in global memory (``sums``), fp32, by the copy engine: the first tile of a sample
 stores, the others add, one after the other, so that every run gives the same bits. For that a writer, a warp, waits
@@ -14,8 +15,9 @@ the same sample and head with earlier keys. These have lower numbers, since tile
 sort is stable, and all of them visit the same queries) and a job's number is entry * heads + head. So the lowest job
 that is not finished waits for none; a program has it that runs, and comes to it first, having finished all lower ones.
 
-No masks: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and stores stop there. Samples
-without queries get one tile of zeros, with zeros for keys too, so that their dk and dv are 0 whatever the keys are.
+No masks: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and stores stop there. A job has
+two tiles of queries at least, if need be of zeros, whose sums nobody adds. Samples without queries read zeros for keys
+too, so that their dk and dv are 0 whatever the keys are.
 
 Legend: T rows of all samples, H heads, D head_dim.
 """
