@@ -77,7 +77,7 @@ def test_every_row_gets_its_gradient(lengths, kernel, monkeypatch):
     monkeypatch.setattr(backward_short, "LIMITS", Limits(100, 120))
     monkeypatch.setattr(backward_keep, "LIMITS", Limits(100, 120))
     kernels = [*{kernel: 1, "long": 1}]
-    head_dim = 64 if kernel in ("keep", "long") else 32
+    head_dim = 128 if kernel == "short" else 64
     x = inputs(lengths, 2, head_dim, BF16)
     seen, (dq, dk, dv) = ran(lengths, x)
     assert seen == kernels and (dq.dtype, dk.dtype, dv.dtype) == (BF16,) * 3
@@ -100,7 +100,9 @@ def test_what_the_copy_engine_cannot_read_is_copied():
             FEW.batch(), **HOW,
         )  # fmt: skip
     for arguments in given:
-        assert all(launch.tma_fits(tensor) for tensor in arguments[:4]) and x.q in arguments[:4]
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.dtype == BF16]
+        assert all(launch.tma_fits(one) for one in tensors)
+    assert any(one is x.q for one in given[0])
 
 
 @pytest.mark.parametrize(("q_rows", "k_rows", "shared"), [(0, 6, 0), (6, 0, 0), (0, 0, 0), (8, 0, 8)])

@@ -153,8 +153,8 @@ def check(name: str, dtype: torch.dtype, activation: str, rows: int, got) -> Non
     q_lens, k_lens = lengths.q_lens, lengths.k
     for label, x, expected, lens in zip(("dq", "dk", "dv"), got, right, (q_lens, k_lens, k_lens), strict=True):
         ends = offsets(lens).tolist()
-        left = [q_len > rows for q_len in q_lens]
-        for b, (start, end) in enumerate(pairwise(ends)):
+        left = [*(q_len > rows for q_len in q_lens), True]  # and what lies behind the last offsets
+        for b, (start, end) in enumerate(pairwise([*ends, x.shape[0]])):
             if left[b]:
                 assert bool(x[start:end].isnan().all()), f"{label} of sample {b} is another kernel's"
                 x, expected = x.clone(), expected.clone()
