@@ -7,8 +7,8 @@ in registers. Queries and d_out pass through a ring, 64 rows a tile, which a pro
     dv += p^T d_out, dk += ds^T q    and ds^T goes through shared memory for
     dq = ds k                        of which each consumer computes half of the columns over all 128 keys.
 
-EARLY: dq of a tile stands behind the next one's scores in the tensor core's queue, so that it is computed while weights
-are. Else it stands before the next one's dv and dk, which takes fewer registers and a third buffer of ds.
+dq of a tile is computed with the next one's dk, so that neither consumer has to wait for the other's ds. EARLY: it
+stands behind the next one's scores in the tensor core's queue already, and one buffer of ds less is enough.
 
 dq of a sample of one pass leaves at once. Of more, each pass adds to what the one before left in fp32: the thread that
 wrote it reads it, so that nothing has to wait for anything and every run gives the same bits. Passes walk the queries
@@ -73,7 +73,7 @@ class Short:
     early: bool = True  # see EARLY
 
 
-VARIANTS = {64: Short(10), 128: Short(4, early=False)}
+VARIANTS = {64: Short(10, early=False), 128: Short(4, early=False)}
 
 
 class DqLaunch(Launch):
@@ -204,15 +204,25 @@ def _add_dq(
 
 
 @gluon.jit
-def operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
-    """Weights and gradients of scores as register operands; the latter to both consumers too."""
+def weights(
+    s, scale, out_scale, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, dtype: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Weights as a register operand, and slopes."""
+    one = gl.full([64, 64], 1.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    w, slope = slopes_of(s, one, scale, out_scale, ACT, FOLD, LEAN, dtype)
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
-    ds16 = dx.to(dtype)
+    return gl.convert_layout(w.to(dtype), P_L, assert_trivial=True), slope
+
+
+@gluon.jit
+def _share(W: gl.constexpr, ds, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
+    """Gradients of scores as a register operand, and to both consumers."""
+    P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    ds16 = ds.to(dtype)
     ds_s.index(W * DS + it % DS).store(ds16)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(it % DS), count=1)
-    p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
-    return p, gl.convert_layout(ds16, P_L, assert_trivial=True)
+    return gl.convert_layout(ds16, P_L, assert_trivial=True)
 
 
 @gluon.jit
@@ -280,12 +290,13 @@ def _walk(
     s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
     d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
     q = ring.index((2 * it) % BUFFERS).reshape([64, D])
-    s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+    s = warpgroup_mma_wait(1, deps=[s_f])
+    p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, D)
+    dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+    dw = warpgroup_mma_wait(1, deps=[dw_f])
     if n == 1:
         mbarrier.arrive(v_empty.index(W), count=1)
-    w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-    p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-    dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+    ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D, DS)
     dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     give_back(empty, it, BUFFERS)
@@ -301,24 +312,27 @@ def _walk(
             s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
             if i + 1 == n:
                 mbarrier.arrive(v_empty.index(W), count=1)
-            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
+            p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, D)
             # The other one's product of two tiles before has ended, or ds of the last would not be there.
             dq = warpgroup_mma_wait(0, deps=[dq_f])
             tma.store_wait(0)
-            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+            ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D, DS)
             dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
             dk_f = warpgroup_mma(ds, q, dk, is_async=True)
         else:
-            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-            if i + 1 == n:
-                mbarrier.arrive(v_empty.index(W), count=1)
-            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-            tma.store_wait(0)
+            # Slopes beside the product of d_weights, ds beside that of dv. What keeps ptxas from waiting for the former
+            # before it computes slopes is that a branch, the wait for ds, lies between.
+            s = warpgroup_mma_wait(1, deps=[s_f])
+            p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, D)
+            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
             # When ds of the last tile is there, the other one's product of three tiles before has ended.
             wait_ds(ds_full, it - 1, DS)
-            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
+            dw = warpgroup_mma_wait(1, deps=[dw_f])
+            if i + 1 == n:
+                mbarrier.arrive(v_empty.index(W), count=1)
+            tma.store_wait(0)
+            ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D, DS)
             dq = _so_far(W, job_s, t, parts, tile, heads, D)
-            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
             dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
             dk_f = warpgroup_mma(ds, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq_f])
