@@ -48,10 +48,11 @@ from gem.kernels.hopper.backward_short import (
     rows_out,
     store,
     wait_ds,
+    weights,
 )
 from gem.kernels.hopper.claims import claim, counter
 from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
-from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.hopper.slopes import slope_factor, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
 
@@ -120,14 +121,13 @@ def _scores(block, k_s, v_s, q, d_out):
 
 
 @gluon.jit
-def _operands(block: gl.constexpr, w, dx, ds_s, it, dtype: gl.constexpr):
-    """Weights and gradients of scores as register operands; the latter in shared memory too."""
+def _share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
+    """Gradients of scores as a register operand, and in shared memory."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
-    ds16 = dx.to(dtype)
+    ds16 = ds.to(dtype)
     ds_s.index((it % 2) * 4 + block).store(ds16)
     fence_async_shared()
-    p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
-    return p, gl.convert_layout(ds16, P_L, assert_trivial=True)
+    return gl.convert_layout(ds16, P_L, assert_trivial=True)
 
 
 @gluon.jit
@@ -165,21 +165,23 @@ def _tile(
         tma.store_wait(0)
         factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
         rows_out(W, dq, dq_s, dq_to, job_s, t, it, tile - 1, heads, factor, 64, F32)
-    s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
     # The other one's product that read this place of ds has ended, or its ds of the tile before would not be there.
-    w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-    p, ds = _operands(W, w, dx, ds_s, it, dtype)
+    s = warpgroup_mma_wait(1, deps=[s_f])
+    p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
     dv_f = warpgroup_mma(p, d_out, dv_0, use_acc=not FIRST, is_async=True)
+    dw = warpgroup_mma_wait(1, deps=[dw_f])
+    ds = _share(W, slope * dw, ds_s, it, dtype)
     dk_f = warpgroup_mma(ds, q, dk_0, use_acc=not FIRST, is_async=True)
     # Not with the second block's scores behind them: beside all of those there are no registers for their operands.
     dv_0, dk_0 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     if both:
         s_f, dw_f = _scores(2 + W + nothing(it), k_s, v_s, q, d_out)
-        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-        w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-        p, ds = _operands(2 + W, w, dx, ds_s, it, dtype)
-        mbarrier.arrive(ds_full.index(it % 2), count=1)
+        s = warpgroup_mma_wait(1, deps=[s_f])
+        p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
         dv_f = warpgroup_mma(p, d_out, dv_1, use_acc=not FIRST, is_async=True)
+        dw = warpgroup_mma_wait(1, deps=[dw_f])
+        ds = _share(2 + W, slope * dw, ds_s, it, dtype)
+        mbarrier.arrive(ds_full.index(it % 2), count=1)
         dk_f = warpgroup_mma(ds, q, dk_1, use_acc=not FIRST, is_async=True)
         dv_1, dk_1 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     else:
