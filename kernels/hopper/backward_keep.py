@@ -110,14 +110,10 @@ def run(
 
 
 @gluon.jit
-def _scores(block, k_s, v_s, q, d_out):
-    """Scores of a block of keys and gradients of its weights, keys by queries, in the queue."""
+def _product(block, x_s, y):
+    """A block of keys or values by a tile of queries or d_out, in the queue."""
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    k = k_s.index(block).reshape([64, 64])
-    v = v_s.index(block).reshape([64, 64])
-    scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_weights = warpgroup_mma(v, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return scores, d_weights
+    return warpgroup_mma(x_s.index(block).reshape([64, 64]), y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -159,7 +155,8 @@ def _tile(
     at = (2 * it + 1) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it + 1) // BUFFERS) & 1)
     d_out = ring.index(at).reshape([64, 64])
-    s_f, dw_f = _scores(W + nothing(it), k_s, v_s, q, d_out)
+    s_f = _product(W + nothing(it), k_s, q)
+    dw_f = _product(W + nothing(it), v_s, d_out)
     if not FIRST:
         dq = warpgroup_mma_wait(2, deps=[dq_f])
         tma.store_wait(0)
@@ -172,10 +169,11 @@ def _tile(
     dw = warpgroup_mma_wait(1, deps=[dw_f])
     ds = _share(W, slope * dw, ds_s, it, dtype)
     dk_f = warpgroup_mma(ds, q, dk_0, use_acc=not FIRST, is_async=True)
-    # Not with the second block's scores behind them: beside all of those there are no registers for their operands.
-    dv_0, dk_0 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     if both:
-        s_f, dw_f = _scores(2 + W + nothing(it), k_s, v_s, q, d_out)
+        # Gradients of weights not behind them too: there are no registers for those beside the operands.
+        s_f = _product(2 + W + nothing(it), k_s, q)
+        dv_0, dk_0 = warpgroup_mma_wait(1, deps=[dv_f, dk_f])
+        dw_f = _product(2 + W + nothing(it), v_s, d_out)
         s = warpgroup_mma_wait(1, deps=[s_f])
         p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
         dv_f = warpgroup_mma(p, d_out, dv_1, use_acc=not FIRST, is_async=True)
@@ -186,6 +184,7 @@ def _tile(
         dv_1, dk_1 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     else:
         mbarrier.arrive(ds_full.index(it % 2), count=1)
+        dv_0, dk_0 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     give_back(empty, it, BUFFERS)
     return dk_0, dv_0, dk_1, dv_1
 
