@@ -31,7 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
-from gem.kernels.hopper.backward_short import (
+from gem.kernels.hopper.backward_short import load_tile, wait_ds
+from gem.kernels.hopper.claims import claim, counter
+from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
+from gem.kernels.hopper.passes import (
+    BLOCKS,
     HEAD,
     K_END,
     K_X,
@@ -42,22 +46,17 @@ from gem.kernels.hopper.backward_short import (
     DqLaunch,
     field,
     give_back,
-    load_tile,
     nothing,
     put,
     rows_out,
     store,
-    wait_ds,
     weights,
 )
-from gem.kernels.hopper.claims import claim, counter
-from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.slopes import slope_factor, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch
 
 MOST_KEYS = 256
-BLOCKS = gl.constexpr(6)  # in place of backward_short's number: blocks of 64 keys
 
 
 @dataclass(frozen=True)
