@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
-from gem.kernels.hopper.backward_short import load_tile, wait_ds
 from gem.kernels.hopper.claims import claim, counter
 from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
 from gem.kernels.hopper.passes import (
@@ -44,8 +43,10 @@ from gem.kernels.hopper.passes import (
     Q_LEN,
     TILES,
     DqLaunch,
+    barriers,
     field,
     give_back,
+    load_tile,
     nothing,
     put,
     rows_out,
@@ -128,7 +129,7 @@ def _share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
 @gluon.jit
 def _dq(W: gl.constexpr, ds_s, k_s, ds_full, it, blocks):
     """This consumer's columns of dq of a tile, in the queue."""
-    wait_ds(ds_full, it, 2)
+    mbarrier.wait(ds_full.index(it % 2), (it // 2) & 1)
     dq = gl.zeros([64, 32], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
     k = k_s.index(nothing(it)).reshape([64, 64]).slice(W * 32, 32, dim=1)
     dq = warpgroup_mma(ds_s.index((it % 2) * 4).permute((1, 0)), k, dq, use_acc=False, is_async=True)
@@ -326,8 +327,8 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_keep(
-    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, shared, scale,
-    out_scale, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, shared, scale, out_scale,
+    BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
     # A pointer where dq is fp32.
@@ -344,34 +345,19 @@ def _backward_keep(
     else:
         dq_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, 32], dq_to.layout)
     job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(job_full.index(i), count=1)
-        mbarrier.init(job_empty.index(i), count=2)
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(k_empty.index(0), count=2)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(v_empty.index(0), count=2)
+    full, empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    k_full, k_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    v_full, v_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    ds_full = barriers(2, 2)
+    job_full, job_empty = barriers(2, 1), barriers(2, 2)
     fence_async_shared()
     consumed = (
-        dk_desc, dv_desc, dq_to, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full.index(0), v_empty.index(0), ds_full, job_full, job_empty, heads, scale, out_scale,
+        dk_desc, dv_desc, dq_to, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
     )  # fmt: skip
     produced = (
-        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full.index(0), v_empty.index(0), job_full, job_empty, jobs, heads, shared,
+        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, job_full, job_empty, jobs, heads, shared,
     )  # fmt: skip
     gl.warp_specialize(
         [

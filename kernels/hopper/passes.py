@@ -4,6 +4,7 @@ Legend: T rows of all samples, H heads, D head_dim.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from typing import Any
@@ -42,6 +43,15 @@ class DqLaunch(Launch):
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each for so many arrivals. The fence is the caller's."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def field(job_s, t, number: gl.constexpr):
     """A number of pass ``t`` that the producer handed on."""
     return gl.max(job_s.index((t % 2) * PARTS + number).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -51,6 +61,20 @@ def field(job_s, t, number: gl.constexpr):
 def put(job_s, t, number: gl.constexpr, value):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     job_s.index((t % 2) * PARTS + number).store(gl.full([1], value, gl.int32, L))
+
+
+@gluon.jit
+def load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BUFFERS: gl.constexpr):
+    """Queries and d_out of a tile into the next two buffers."""
+    for half in gl.static_range(2):
+        number = 2 * it + half
+        at = number % BUFFERS
+        mbarrier.wait(empty.index(at), ((number // BUFFERS) & 1) ^ 1)
+        mbarrier.expect(full.index(at), q_desc.block_type.nbytes)
+        if half == 0:
+            tma.async_copy_global_to_shared(q_desc, [END, q_end, x, column], full.index(at), ring.index(at))
+        else:
+            tma.async_copy_global_to_shared(o_desc, [END, o_end, x, column], full.index(at), ring.index(at))
 
 
 @gluon.jit
