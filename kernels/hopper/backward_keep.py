@@ -31,7 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels import launch
-from gem.kernels.hopper.backward_short import (
+from gem.kernels.hopper.claims import claim, counter
+from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
+from gem.kernels.hopper.passes import (
+    BLOCKS,
     HEAD,
     K_END,
     K_X,
@@ -40,6 +43,7 @@ from gem.kernels.hopper.backward_short import (
     Q_LEN,
     TILES,
     DqLaunch,
+    barriers,
     field,
     give_back,
     load_tile,
@@ -47,16 +51,13 @@ from gem.kernels.hopper.backward_short import (
     put,
     rows_out,
     store,
-    wait_ds,
+    weights,
 )
-from gem.kernels.hopper.claims import claim, counter
-from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
-from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.hopper.slopes import slope_factor, value_factor
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch, Limits
 
 LIMITS = Limits(queries=8192, keys=256)
-BLOCKS = gl.constexpr(6)  # in place of backward_short's number: blocks of 64 keys
 
 
 @dataclass(frozen=True)
@@ -109,31 +110,26 @@ def run(
 
 
 @gluon.jit
-def _scores(block, k_s, v_s, q, d_out):
-    """Scores of a block of keys and gradients of its weights, keys by queries, in the queue."""
+def _product(block, x_s, y):
+    """A block of keys or values by a tile of queries or d_out, in the queue."""
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    k = k_s.index(block).reshape([64, 64])
-    v = v_s.index(block).reshape([64, 64])
-    scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_weights = warpgroup_mma(v, d_out.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return scores, d_weights
+    return warpgroup_mma(x_s.index(block).reshape([64, 64]), y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _operands(block: gl.constexpr, w, dx, ds_s, it, dtype: gl.constexpr):
-    """Weights and gradients of scores as register operands; the latter in shared memory too."""
+def _share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
+    """Gradients of scores as a register operand, and in shared memory."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
-    ds16 = dx.to(dtype)
+    ds16 = ds.to(dtype)
     ds_s.index((it % 2) * 4 + block).store(ds16)
     fence_async_shared()
-    p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
-    return p, gl.convert_layout(ds16, P_L, assert_trivial=True)
+    return gl.convert_layout(ds16, P_L, assert_trivial=True)
 
 
 @gluon.jit
 def _dq(W: gl.constexpr, ds_s, k_s, ds_full, it, blocks):
     """This consumer's columns of dq of a tile, in the queue."""
-    wait_ds(ds_full, it, 2)
+    mbarrier.wait(ds_full.index(it % 2), (it // 2) & 1)
     dq = gl.zeros([64, 32], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
     k = k_s.index(nothing(it)).reshape([64, 64]).slice(W * 32, 32, dim=1)
     dq = warpgroup_mma(ds_s.index((it % 2) * 4).permute((1, 0)), k, dq, use_acc=False, is_async=True)
@@ -159,31 +155,36 @@ def _tile(
     at = (2 * it + 1) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it + 1) // BUFFERS) & 1)
     d_out = ring.index(at).reshape([64, 64])
-    s_f, dw_f = _scores(W + nothing(it), k_s, v_s, q, d_out)
+    s_f = _product(W + nothing(it), k_s, q)
+    dw_f = _product(W + nothing(it), v_s, d_out)
     if not FIRST:
         dq = warpgroup_mma_wait(2, deps=[dq_f])
         tma.store_wait(0)
         factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
         rows_out(W, dq, dq_s, dq_to, job_s, t, it, tile - 1, heads, factor, 64, F32)
-    s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
     # The other one's product that read this place of ds has ended, or its ds of the tile before would not be there.
-    w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-    p, ds = _operands(W, w, dx, ds_s, it, dtype)
+    s = warpgroup_mma_wait(1, deps=[s_f])
+    p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
     dv_f = warpgroup_mma(p, d_out, dv_0, use_acc=not FIRST, is_async=True)
+    dw = warpgroup_mma_wait(1, deps=[dw_f])
+    ds = _share(W, slope * dw, ds_s, it, dtype)
     dk_f = warpgroup_mma(ds, q, dk_0, use_acc=not FIRST, is_async=True)
-    # Not with the second block's scores behind them: beside all of those there are no registers for their operands.
-    dv_0, dk_0 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     if both:
-        s_f, dw_f = _scores(2 + W + nothing(it), k_s, v_s, q, d_out)
-        s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-        w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-        p, ds = _operands(2 + W, w, dx, ds_s, it, dtype)
-        mbarrier.arrive(ds_full.index(it % 2), count=1)
+        # Gradients of weights not behind them too: there are no registers for those beside the operands.
+        s_f = _product(2 + W + nothing(it), k_s, q)
+        dv_0, dk_0 = warpgroup_mma_wait(1, deps=[dv_f, dk_f])
+        dw_f = _product(2 + W + nothing(it), v_s, d_out)
+        s = warpgroup_mma_wait(1, deps=[s_f])
+        p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
         dv_f = warpgroup_mma(p, d_out, dv_1, use_acc=not FIRST, is_async=True)
+        dw = warpgroup_mma_wait(1, deps=[dw_f])
+        ds = _share(2 + W, slope * dw, ds_s, it, dtype)
+        mbarrier.arrive(ds_full.index(it % 2), count=1)
         dk_f = warpgroup_mma(ds, q, dk_1, use_acc=not FIRST, is_async=True)
         dv_1, dk_1 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     else:
         mbarrier.arrive(ds_full.index(it % 2), count=1)
+        dv_0, dk_0 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     give_back(empty, it, BUFFERS)
     return dk_0, dv_0, dk_1, dv_1
 
@@ -326,8 +327,8 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_keep(
-    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, shared, scale,
-    out_scale, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, samples, claimed, jobs, heads, shared, scale, out_scale,
+    BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
     # A pointer where dq is fp32.
@@ -344,34 +345,19 @@ def _backward_keep(
     else:
         dq_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, 32], dq_to.layout)
     job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(job_full.index(i), count=1)
-        mbarrier.init(job_empty.index(i), count=2)
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(k_empty.index(0), count=2)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(v_empty.index(0), count=2)
+    full, empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    k_full, k_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    v_full, v_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    ds_full = barriers(2, 2)
+    job_full, job_empty = barriers(2, 1), barriers(2, 2)
     fence_async_shared()
     consumed = (
-        dk_desc, dv_desc, dq_to, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full.index(0), v_empty.index(0), ds_full, job_full, job_empty, heads, scale, out_scale,
+        dk_desc, dv_desc, dq_to, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
     )  # fmt: skip
     produced = (
-        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full.index(0), v_empty.index(0), job_full, job_empty, jobs, heads, shared,
+        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, job_full, job_empty, jobs, heads, shared,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -306,7 +306,9 @@ def _producer(
     while n > 0:
         job = gl.atomic_add(state, 1, sem="relaxed")
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
-        n = gl.where(sample >= 0, gl.maximum((q_len + M - 1) // M, 2), 0)
+        # Three at least, empty ones among them: where the loop between the first and the last could be skipped, ptxas
+        # 12.8 set uniform registers that the last one's products read in the loop's preheader alone (fp16, exact gelu).
+        n = gl.where(sample >= 0, gl.maximum((q_len + M - 1) // M, 3), 0)
         k_end = k_start + k_len
         k_x = END - k_len + row
         # Tiles that no query sees need not wait for each other: nobody reads their sums.

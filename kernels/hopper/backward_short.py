@@ -7,15 +7,16 @@ in registers. Queries and d_out pass through a ring, 64 rows a tile, which a pro
     dv += p^T d_out, dk += ds^T q    and ds^T goes through shared memory for
     dq = ds k                        of which each consumer computes half of the columns over all 128 keys.
 
-EARLY: dq of a tile stands behind the next one's scores in the tensor core's queue, so that it is computed while weights
-are. Else it stands before the next one's dv and dk, which takes fewer registers and a third buffer of ds.
+dq of a tile is computed with the next one's dk, so that neither consumer has to wait for the other's ds. With three
+buffers of ds in turn none is written while it is read: who has seen the other's ds of a tile knows that the other has
+done with that of two tiles before it.
 
 dq of a sample of one pass leaves at once. Of more, each pass adds to what the one before left in fp32: the thread that
 wrote it reads it, so that nothing has to wait for anything and every run gives the same bits. Passes walk the queries
 forth and back in turn: what was written last is read first, from L2.
 
 Between passes only keys are waited for: queries, d_out and values come while the last tile is worked at, and dv and dk
-leave through a place of their own.
+leave through a place of their own. In a pass of up to 64 keys the second consumer only computes its columns of dq.
 
 No masks: a descriptor (launch.ragged) reads zeros behind a sample's end, act(0) = 0, and what it stores stops there. A
 job without keys reads no queries and one without queries no keys, so that whatever they are its gradients are 0.
@@ -31,7 +32,6 @@ Legend: T rows of all samples, H heads, D head_dim.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,24 +46,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gem.kernels import launch
 from gem.kernels.hopper.claims import claim, counter
 from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, lean, record_of
-from gem.kernels.hopper.slopes import slope_factor, slopes_of, value_factor
+from gem.kernels.hopper.passes import (
+    BLOCKS,
+    HEAD,
+    K_END,
+    K_X,
+    PART,
+    PARTS,
+    PLACE,
+    Q_END,
+    Q_LEN,
+    TILES,
+    DqLaunch,
+    barriers,
+    field,
+    give_back,
+    load_tile,
+    nothing,
+    put,
+    rows_out,
+    store,
+    weights,
+)
+from gem.kernels.hopper.slopes import slope_factor, value_factor
 from gem.kernels.hopper.sums import room
 from gem.kernels.launch import PLANS, Launch, folds, kind_of, remember
 from gem.kernels.schedule import Batch, Limits
 
-_KEYS = 128  # of a pass
-_HALF_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
-# Numbers that the producer hands on for a pass.
-TILES = gl.constexpr(0)  # of queries; 0: there is no more pass
-K_END = gl.constexpr(1)
-K_X = gl.constexpr(2)  # first row of the keys, as descriptors count
-Q_END = gl.constexpr(3)  # of dq
-Q_LEN = gl.constexpr(4)
-HEAD = gl.constexpr(5)
-PART = gl.constexpr(6)  # number of the first query tile among all
-PLACE = gl.constexpr(7)  # 2 * number of the pass in its job, + 1 for the last one
-BLOCKS = gl.constexpr(8)  # of 64 keys, of those that are worked at
-PARTS = gl.constexpr(9)
+DS = gl.constexpr(3)  # buffers of ds of a consumer
 
 
 @dataclass(frozen=True)
@@ -71,28 +81,18 @@ class Short:
     """What the kernel may do in more than one way."""
 
     buffers: int  # tiles of queries or d_out in shared memory
-    early: bool = True  # see EARLY
 
 
 # A sample and head is one program's: beyond these it would keep the others waiting.
 LIMITS = Limits(queries=8192, keys=512)
-VARIANTS = {64: Short(10), 128: Short(4, early=False)}
-
-
-class DqLaunch(Launch):
-    """dq, of which each consumer stores half a head's columns, comes as [T, 2 * H, D / 2]."""
-
-    def _given(self, position: int, x):
-        if position == 6 and x.dtype != torch.float32:
-            return launch.ragged(x, 64, LAYOUT if x.shape[2] == 64 else _HALF_LAYOUT)
-        return super()._given(position, x)
+VARIANTS = {64: Short(10), 128: Short(4)}
 
 
 def launch_of(variant: Short, head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
     """The kernel with the constants of a variant. Arguments: see ``run``."""
     return DqLaunch(
-        _backward_short, EARLY=int(variant.early), BUFFERS=variant.buffers, ACT=activation, FOLD=fold, LEAN=lean,
-        D=head_dim, warps=4, ragged=dict.fromkeys(range(6), 64), layout=LAYOUT,
+        _backward_short, BUFFERS=variant.buffers, ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, warps=4,
+        ragged=dict.fromkeys(range(6), 64), layout=LAYOUT,
     )  # fmt: skip
 
 
@@ -134,18 +134,6 @@ def run(
 
 
 @gluon.jit
-def field(job_s, t, number: gl.constexpr):
-    """A number of pass ``t`` that the producer handed on."""
-    return gl.max(job_s.index((t % 2) * PARTS + number).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def nothing(it):
-    """0, which the compiler does not know: addresses that it took out of loops would have to go to local memory."""
-    return it >> 30
-
-
-@gluon.jit
 def _scores(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
     k = k_s.index(W + nothing(it)).reshape([64, D])
@@ -183,71 +171,36 @@ def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
 
 
 @gluon.jit
-def wait_ds(ds_full, it, DS: gl.constexpr):
+def _wait_ds(ds_full, it):
     mbarrier.wait(ds_full.index(it % DS), (it // DS) & 1)
 
 
 @gluon.jit
-def _add_dq(
-    W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr, DS: gl.constexpr, EARLY: gl.constexpr
-):  # fmt: skip
+def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr):
     """This consumer's columns of dq with the pass's share of a tile, in the queue."""
     slot = it % DS
     k = k_s.index(nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
     dq = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k, dq, is_async=True)
-    if EARLY:
-        k = k_s.index(1 + nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-        dq = warpgroup_mma(ds_s.index(DS + slot).permute((1, 0)), k, dq, is_async=True)
-    else:
-        for j in range(1, blocks):
-            k = k_s.index(j).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
-            dq = warpgroup_mma(ds_s.index(j * DS + slot).permute((1, 0)), k, dq, is_async=True)
+    for j in range(1, blocks):
+        k = k_s.index(j).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
+        dq = warpgroup_mma(ds_s.index(j * DS + slot).permute((1, 0)), k, dq, is_async=True)
     return dq
 
 
 @gluon.jit
-def operands(W: gl.constexpr, w, dx, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr, DS: gl.constexpr):
-    """Weights and gradients of scores as register operands; the latter to both consumers too."""
+def _share(W: gl.constexpr, ds, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr):
+    """Gradients of scores as a register operand, and to both consumers."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
-    ds16 = dx.to(dtype)
+    ds16 = ds.to(dtype)
     ds_s.index(W * DS + it % DS).store(ds16)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(it % DS), count=1)
-    p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
-    return p, gl.convert_layout(ds16, P_L, assert_trivial=True)
-
-
-@gluon.jit
-def give_back(empty, it, BUFFERS: gl.constexpr):
-    mbarrier.arrive(empty.index((2 * it) % BUFFERS), count=1)
-    mbarrier.arrive(empty.index((2 * it + 1) % BUFFERS), count=1)
-
-
-@gluon.jit
-def rows_out(W: gl.constexpr, dq, dq_s, dq_to, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr):
-    """Half the columns of dq of 64 queries out. tma.store_wait is the caller's."""
-    C: gl.constexpr = D // 2
-    q_end = field(job_s, t, Q_END)
-    q_len = field(job_s, t, Q_LEN)
-    column = field(job_s, t, HEAD) * D + W * C
-    dq = dq * factor
-    if F32:
-        H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-        rows = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, H_L))[:, None]
-        columns = column + gl.arange(0, C, gl.SliceLayout(0, H_L))[None, :]
-        base = dq_to + (q_end - q_len).to(gl.int64) * (heads * D)
-        gl.store(base + (rows * (heads * D) + columns), dq, mask=rows < q_len)
-    else:
-        to = dq_s.index(W + nothing(it))
-        to.reshape([64, C]).store(dq.to(dq_s.dtype))
-        fence_async_shared()
-        if tile * 64 < q_len:
-            tma.async_copy_shared_to_global(dq_to, [END, q_end, END - q_len + tile * 64, column], to)
+    return gl.convert_layout(ds16, P_L, assert_trivial=True)
 
 
 @gluon.jit
 def _out(
-    W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr
+    W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr,
 ):  # fmt: skip
     """What is there of dq of 64 queries: out, or where the next pass finds it."""
     if field(job_s, t, PLACE) % 2 == 0:
@@ -259,20 +212,10 @@ def _out(
 
 
 @gluon.jit
-def store(x_s, desc, x, end, at, column, D: gl.constexpr):
-    """64 rows out through shared memory; tma.store_wait is the caller's."""
-    x_s.reshape([64, D]).store(x.to(x_s.dtype))
-    fence_async_shared()
-    if at < END:
-        tma.async_copy_shared_to_global(desc, [END, end, at, column], x_s)
-
-
-@gluon.jit
 def _walk(
-    W: gl.constexpr, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, D: gl.constexpr, DS: gl.constexpr, F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s,
-    v_s, out_s, ds_s, dq_s, job_s, full, empty, k_empty, v_empty, ds_full, heads, scale, out_scale, it, t, n, tile,
-    step, blocks,
+    W: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
+    F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_empty,
+    v_empty, ds_full, heads, scale, out_scale, it, t, n, tile, step, blocks,
 ):  # fmt: skip
     """A pass with 64 keys of this consumer's own. Returns the number of tiles so far."""
     A_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -282,12 +225,13 @@ def _walk(
     s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
     d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
     q = ring.index((2 * it) % BUFFERS).reshape([64, D])
-    s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
+    s = warpgroup_mma_wait(1, deps=[s_f])
+    p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, D)
+    dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+    dw = warpgroup_mma_wait(1, deps=[dw_f])
     if n == 1:
         mbarrier.arrive(v_empty.index(W), count=1)
-    w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-    p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-    dv_f = warpgroup_mma(p, d_out, zero, use_acc=False, is_async=True)
+    ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D)
     dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     give_back(empty, it, BUFFERS)
@@ -296,34 +240,22 @@ def _walk(
         s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
         d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
         q = ring.index((2 * it) % BUFFERS).reshape([64, D])
-        if EARLY:
-            dq = _so_far(W, job_s, t, parts, tile, heads, D)
-            wait_ds(ds_full, it - 1, DS)
-            dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
-            s, dw = warpgroup_mma_wait(2, deps=[s_f, dw_f])
-            if i + 1 == n:
-                mbarrier.arrive(v_empty.index(W), count=1)
-            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-            # The other one's product of two tiles before has ended, or ds of the last would not be there.
-            dq = warpgroup_mma_wait(0, deps=[dq_f])
-            tma.store_wait(0)
-            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
-            dk_f = warpgroup_mma(ds, q, dk, is_async=True)
-        else:
-            s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
-            if i + 1 == n:
-                mbarrier.arrive(v_empty.index(W), count=1)
-            w, dx = slopes_of(s, dw, scale, out_scale, ACT, FOLD, LEAN, dtype)
-            tma.store_wait(0)
-            # When ds of the last tile is there, the other one's product of three tiles before has ended.
-            wait_ds(ds_full, it - 1, DS)
-            p, ds = operands(W, w, dx, ds_s, ds_full, it, dtype, D, DS)
-            dq = _so_far(W, job_s, t, parts, tile, heads, D)
-            dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
-            dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
-            dk_f = warpgroup_mma(ds, q, dk, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=[dq_f])
+        # Slopes beside the product of d_weights, ds beside that of dv. What keeps ptxas from waiting for the former
+        # before it computes slopes is that a branch, the wait for ds, lies between.
+        s = warpgroup_mma_wait(1, deps=[s_f])
+        p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, D)
+        dv_f = warpgroup_mma(p, d_out, dv, is_async=True)
+        # When ds of the last tile is there, the other one's product of three tiles before has ended.
+        _wait_ds(ds_full, it - 1)
+        dw = warpgroup_mma_wait(1, deps=[dw_f])
+        if i + 1 == n:
+            mbarrier.arrive(v_empty.index(W), count=1)
+        tma.store_wait(0)
+        ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D)
+        dq = _so_far(W, job_s, t, parts, tile, heads, D)
+        dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
+        dk_f = warpgroup_mma(ds, q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq_f])
         _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
         tile += step
         dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
@@ -337,8 +269,8 @@ def _walk(
     dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
     store(out_s.index(W + nothing(it)), dv_desc, dv, k_end, k_x, column, D)
     dq = _so_far(W, job_s, t, parts, tile, heads, D)
-    wait_ds(ds_full, it - 1, DS)
-    dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D, DS, EARLY)
+    _wait_ds(ds_full, it - 1)
+    dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
     dq = warpgroup_mma_wait(0, deps=[dq_f])
     mbarrier.arrive(k_empty, count=1)
     tma.store_wait(0)
@@ -349,10 +281,9 @@ def _walk(
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, D: gl.constexpr, DS: gl.constexpr, F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s,
-    v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, ds_full, job_full, job_empty, heads,
-    scale, out_scale,
+    W: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
+    F32: gl.constexpr, dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full,
+    k_empty, v_full, v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
 ):  # fmt: skip
     dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     it = 0
@@ -361,24 +292,22 @@ def _consumer(
     n = field(job_s, 0, TILES)
     while n > 0:
         back = (field(job_s, t, PLACE) // 2) % 2
-        step = 1 - 2 * back
-        tile = back * (n - 1)
+        tile, step = back * (n - 1), 1 - 2 * back
         blocks = field(job_s, t, BLOCKS)
         mbarrier.wait(v_full.index(W), t & 1)
         mbarrier.wait(k_full, t & 1)
         if blocks > W:
             it = _walk(
-                W, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32, dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s,
-                ds_s, dq_s, job_s, full, empty, k_empty, v_empty, ds_full, heads, scale, out_scale, it, t, n, tile,
-                step, blocks,
+                W, BUFFERS, ACT, FOLD, LEAN, D, F32, dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s,
+                job_s, full, empty, k_empty, v_empty, ds_full, heads, scale, out_scale, it, t, n, tile, step, blocks,
             )  # fmt: skip
         else:
             mbarrier.arrive(v_empty.index(W), count=1)
             for _ in range(n):
                 mbarrier.arrive(ds_full.index(it % DS), count=1)
                 dq = _so_far(W, job_s, t, parts, tile, heads, D)
-                wait_ds(ds_full, it, DS)
-                dq_f = _add_dq(W, dq, ds_s, k_s, it, blocks, D, DS, EARLY)
+                _wait_ds(ds_full, it)
+                dq_f = _add_dq(W, dq, ds_s, k_s, it, blocks, D)
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 tma.store_wait(0)
                 _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
@@ -397,15 +326,7 @@ def _consumer(
 
 
 @gluon.jit
-def put(job_s, t, number: gl.constexpr, value):
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    job_s.index((t % 2) * PARTS + number).store(gl.full([1], value, gl.int32, L))
-
-
-@gluon.jit
-def _hand_on(
-    job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared, EARLY: gl.constexpr
-):  # fmt: skip
+def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared):
     """Pass ``t`` to the consumers. Returns its query tiles."""
     slot = t % 2
     mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
@@ -422,8 +343,7 @@ def _hand_on(
     put(job_s, t, HEAD, head)
     put(job_s, t, PART, row // 64 + sample)
     put(job_s, t, PLACE, 2 * kt + last)
-    # EARLY counts on both consumers' products.
-    put(job_s, t, BLOCKS, 2 if EARLY else gl.where(k_len - kt * 128 > 64, 2, 1))
+    put(job_s, t, BLOCKS, gl.where(k_len - kt * 128 > 64, 2, 1))
     mbarrier.arrive(job_full.index(slot), count=1)
     return n
 
@@ -445,30 +365,16 @@ def _load_values(desc, v_s, v_full, v_empty, t, k_end, x, column):
 
 
 @gluon.jit
-def load_tile(q_desc, o_desc, ring, full, empty, it, q_end, o_end, x, column, BUFFERS: gl.constexpr):
-    """Queries and d_out of a tile into the next two buffers."""
-    for half in gl.static_range(2):
-        number = 2 * it + half
-        at = number % BUFFERS
-        mbarrier.wait(empty.index(at), ((number // BUFFERS) & 1) ^ 1)
-        mbarrier.expect(full.index(at), q_desc.block_type.nbytes)
-        if half == 0:
-            tma.async_copy_global_to_shared(q_desc, [END, q_end, x, column], full.index(at), ring.index(at))
-        else:
-            tma.async_copy_global_to_shared(o_desc, [END, o_end, x, column], full.index(at), ring.index(at))
-
-
-@gluon.jit
 def _producer(
-    EARLY: gl.constexpr, BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed,
-    ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, shared,
+    BUFFERS: gl.constexpr, D: gl.constexpr, o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s,
+    full, empty, k_full, k_empty, v_full, v_empty, job_full, job_empty, jobs, heads, shared,
 ):  # fmt: skip
     it = 0
     t = 0
     kt = 0
     job = claim(claimed)
     sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
-    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared, EARLY)
+    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared)
     while n > 0:
         back = kt % 2
         step = 64 - 128 * back
@@ -494,7 +400,7 @@ def _producer(
         if kt == key_tiles(k_len, 128):
             kt = 0
             sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
-        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared, EARLY)
+        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared)
 
 
 # -- kernel ------------------------------------------------------------------------------------------------------------
@@ -502,12 +408,10 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
 def _backward_short(
-    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, parts, samples, claimed, jobs, heads, shared,
-    scale, out_scale, EARLY: gl.constexpr, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, D: gl.constexpr,
+    o_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc, dq_to, parts, samples, claimed, jobs, heads, shared, scale,
+    out_scale, BUFFERS: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(BUFFERS >= 4, "BUFFERS: 4 at least")
-    DS: gl.constexpr = 2 if EARLY else 3  # buffers of ds of a consumer
     # A pointer where dq is fp32, for which there is no room.
     F32: gl.constexpr = isinstance(dq_to.type, gl.pointer_type)
     dtype: gl.constexpr = k_desc.dtype
@@ -522,41 +426,25 @@ def _backward_short(
     else:
         dq_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D // 2], dq_to.layout)
     job_s = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS, 1], mbarrier.MBarrierLayout())
-    job_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    job_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=1)
-        mbarrier.init(job_full.index(i), count=1)
-        mbarrier.init(job_empty.index(i), count=2)
-    for i in gl.static_range(DS):
-        mbarrier.init(ds_full.index(i), count=2)
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(k_empty.index(0), count=2)
+    full, empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    k_full, k_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    v_full, v_empty = barriers(2, 1), barriers(2, 1)
+    ds_full = barriers(DS, 2)
+    job_full, job_empty = barriers(2, 1), barriers(2, 2)
     fence_async_shared()
     consumed = (
-        dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full, v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
+        dk_desc, dv_desc, dq_to, parts, ring, k_s, v_s, out_s, ds_s, dq_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, ds_full, job_full, job_empty, heads, scale, out_scale,
     )  # fmt: skip
     produced = (
-        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full.index(0),
-        k_empty.index(0), v_full, v_empty, job_full, job_empty, jobs, heads, shared,
+        o_desc, q_desc, k_desc, v_desc, samples, claimed, ring, k_s, v_s, job_s, full, empty, k_full, k_empty, v_full,
+        v_empty, job_full, job_empty, jobs, heads, shared,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (0, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
-            (_consumer, (1, EARLY, BUFFERS, ACT, FOLD, LEAN, D, DS, F32) + consumed),
-            (_producer, (EARLY, BUFFERS, D) + produced),
+            (_consumer, (0, BUFFERS, ACT, FOLD, LEAN, D, F32) + consumed),
+            (_consumer, (1, BUFFERS, ACT, FOLD, LEAN, D, F32) + consumed),
+            (_producer, (BUFFERS, D) + produced),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

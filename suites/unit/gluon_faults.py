@@ -200,7 +200,7 @@ BACKWARD = {
     "short: tile given back early": fault(
         "short", "backward_short", swap("dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])", "give_back(empty, it")
     ),
-    "short: tile filled while it is read": fault("short", "backward_short", drop("mbarrier.wait(empty.index(at)")),
+    "short: tile filled while it is read": fault("short", "passes", drop("mbarrier.wait(empty.index(at)")),
     "short: keys not waited for": fault("short", "backward_short", drop("mbarrier.wait(k_full")),
     "short: values not waited for": fault("short", "backward_short", drop("mbarrier.wait(v_full")),
     "short: keys filled while they are read": fault("short", "backward_short", drop("mbarrier.wait(k_empty")),
@@ -211,9 +211,9 @@ BACKWARD = {
     ),
     "short: ds not waited for": fault("short", "backward_short", drop("mbarrier.wait(ds_full.index(it % DS)")),
     "short: ds overwritten": fault(
-        "short, not early", "backward_short", drop_below("product of three tiles before has ended", "wait_ds"),
+        "short", "backward_short", drop_below("product of three tiles before has ended", "_wait_ds"),
     ),
-    "short: too few places for ds": fault("short, not early", "backward_short", put("2 if EARLY else 3", "2")),
+    "short: too few places for ds": fault("short", "backward_short", put("constexpr(3)  # buffers", "constexpr(2)  # buffers")),
     "short: ds not fenced": fault("short", "backward_short", drop_below("store(ds16)", _FENCE)),
     "short: stores not waited for": fault("short", "backward_short", drop(_OUT)),
     "short: job not waited for": fault("short", "backward_short", drop("mbarrier.wait(job_full")),
@@ -222,9 +222,9 @@ BACKWARD = {
         "short", "backward_short", drop("mbarrier.arrive(job_empty"),
         before("mbarrier.wait(v_full.index(W)", "mbarrier.arrive(job_empty.index(t % 2), count=1)"),
     ),
-    "short: scores used early": fault("short", "backward_short", put("wait(2, deps=[s_f", "wait(3, deps=[s_f")),
+    "short: scores used early": fault("short", "backward_short", put("wait(1, deps=[s_f", "wait(2, deps=[s_f")),
     "short: dq used early": fault(
-        "short, not early", "backward_short", put("wait(1, deps=[dq_f", "wait(2, deps=[dq_f")
+        "short", "backward_short", put("wait(1, deps=[dq_f", "wait(2, deps=[dq_f")
     ),
     "short: passes forget": fault("short", "backward_short", put("PLACE) > 1:", "PLACE) > 3:")),
     "short: passes walk one way": fault("short", "backward_short", put("step = 64 - 128 * back", "step = 64")),
@@ -237,13 +237,13 @@ BACKWARD = {
     "keep: keys filled while they are read": fault("keep", "backward_keep", drop("mbarrier.wait(empty, (t & 1)")),
     "keep: dq used early": fault("keep", "backward_keep", put("wait(2, deps=[dq_f", "wait(3, deps=[dq_f")),
     "keep: scores used early": fault(
-        "keep", "backward_keep", put("s, dw = warpgroup_mma_wait(0, deps", "s, dw = warpgroup_mma_wait(1, deps")
+        "keep", "backward_keep", put("s = warpgroup_mma_wait(1, deps", "s = warpgroup_mma_wait(2, deps")
     ),
     "keep: ds told of too early": fault(
         "keep", "backward_keep", drop("mbarrier.arrive(ds_full.index(it % 2), count=1)"),
         before("dv_f = warpgroup_mma(p, d_out, dv_0", "mbarrier.arrive(ds_full.index(it % 2), count=1)"),
     ),
-    "keep: ds not waited for": fault("keep", "backward_keep", drop("wait_ds(ds_full, it, 2)")),
+    "keep: ds not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(ds_full.index(it % 2)")),
     "keep: ds not fenced": fault("keep", "backward_keep", drop_below("store(ds16)", _FENCE)),
     "keep: tile given back early": fault(
         "keep", "backward_keep", drop("give_back(empty, it"), before("if both:", "give_back(empty, it, BUFFERS)")
@@ -256,7 +256,7 @@ BACKWARD = {
         before("k_end = field", "mbarrier.arrive(v_empty, count=1)"),
     ),
     "keep: stores not waited for": fault("keep", "backward_keep", drop(_OUT)),
-    "keep: job overwritten": fault("keep", "backward_keep", drop("mbarrier.wait(job_empty")),
+    "keep: job overwritten": fault("keep, a tile each", "backward_keep", drop("mbarrier.wait(job_empty")),
     "keep: job not waited for": fault("keep", "backward_keep", drop("mbarrier.wait(job_full")),
     "keep: one block less expected": fault("keep", "backward_keep", put("count * desc.block", "1 * desc.block")),
     "keep: a block of dq left out": fault("keep", "backward_keep", put("range(1, blocks)", "range(2, blocks)")),

@@ -38,6 +38,7 @@ class Lengths:
 LENGTHS = {
     "ragged": Lengths((70, 0, 3, 130, 1, 64, 0, 65), (40, 5, 0, 17, 33, 16, 0, 1), rest_q=5, rest_k=3),
     "one row": Lengths((1,), (1,)),
+    "a tile each": Lengths((3, 60, 1, 64, 9, 17, 5, 2), (5, 64, 1, 30, 9, 2, 33, 60)),
     "many keys": Lengths((130, 70), (100, 40), rest_k=1),
     "few keys": Lengths((300, 40, 200, 130), (17, 40, 40, 30)),
     "many keys and queries": Lengths((310, 0, 130, 1, 0, 65), (130, 5, 300, 33, 0, 1), rest_q=5, rest_k=3),
