@@ -213,7 +213,9 @@ BACKWARD = {
     "short: ds overwritten": fault(
         "short", "backward_short", drop_below("product of three tiles before has ended", "_wait_ds"),
     ),
-    "short: too few places for ds": fault("short", "backward_short", put("constexpr(3)  # buffers", "constexpr(2)  # buffers")),
+    "short: too few places for ds": fault(
+        "short", "backward_short", put("constexpr(3)  # buffers", "constexpr(2)  # buffers")
+    ),
     "short: ds not fenced": fault("short", "backward_short", drop_below("store(ds16)", _FENCE)),
     "short: stores not waited for": fault("short", "backward_short", drop(_OUT)),
     "short: job not waited for": fault("short", "backward_short", drop("mbarrier.wait(job_full")),

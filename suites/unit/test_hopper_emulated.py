@@ -126,9 +126,7 @@ BACKWARD = {
     "long at 64": Case(backward_long, None, 64, (MANY,)),
     "long at 128": Case(backward_long, None, 128, (MANY,)),
     "short": Case(backward_short, Short(4), 16, (MANY, "ragged", "shared", "few keys")),
-    "short, more places": Case(
-        backward_short, Short(10), 32, (MANY, "no keys but of one", "nobody's rows", "one row")
-    ),
+    "short, more places": Case(backward_short, Short(10), 32, (MANY, "no keys but of one", "nobody's rows", "one row")),
     "short at 64": Case(backward_short, None, 64, (MANY,)),
     "short at 128": Case(backward_short, None, 128, (MANY,)),
     "keep": Case(backward_keep, Keep(4), 64, (FEW, "no keys but of one", "nobody's rows", "one row", "shared")),
