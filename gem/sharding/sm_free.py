@@ -157,6 +157,12 @@ def _symmetric() -> Any:
     return found if hasattr(found, "rendezvous") and hasattr(found, "_SymmetricMemory") else None
 
 
+def use_backend(memory: Any, name: str, device: torch.device) -> None:
+    """Of symmetric memory, before any is there. The one that is set from the start torch 2.11 does not find by name."""
+    if memory.get_backend(device) != name:
+        memory.set_backend(name)
+
+
 # ---- buffers
 
 
@@ -339,7 +345,7 @@ def _gather(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     memory = _symmetric()
     if transport == "copy_engine":
-        memory.set_backend("CUDA")
+        use_backend(memory, "CUDA", device)
         engine = CopyEngine()
         ring = Ring(lambda nbytes: tried(SymmetricSlot(nbytes, group, device), rank, ranks), least=largest)
 
@@ -347,7 +353,7 @@ def _gather(
             engine.copies(targets, sources, torch.cuda.current_stream(device).cuda_stream)
 
         return PulledAllGather(ring, copies)
-    memory.set_backend("NCCL")
+    use_backend(memory, "NCCL", device)
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
     own = dist.new_group(

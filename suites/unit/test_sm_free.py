@@ -27,6 +27,7 @@ from gem.sharding.sm_free import (
     lacking,
     own_parameters,
     tried,
+    use_backend,
     users,
 )
 
@@ -100,6 +101,31 @@ def test_nvlink_is_told_by_atomics_too() -> None:
         raise OSError(name)
 
     assert not atomics_between(0, 1, none)
+
+
+class Backends:
+    """torch.distributed._symmetric_memory of torch 2.11: what is set from the start is not among those to choose."""
+
+    def __init__(self, begun: str) -> None:
+        self.set, self.others = begun, {"CUDA", "NCCL", "NVSHMEM"} - {begun}
+
+    def get_backend(self, device: torch.device) -> str:
+        """What is set."""
+        return self.set
+
+    def set_backend(self, name: str) -> None:
+        """As torch says it."""
+        if name not in self.others:
+            raise RuntimeError(f"SymmetricMemory does not find allocation backend {name}")
+        self.set = name
+
+
+@pytest.mark.parametrize("begun", ["CUDA", "NCCL", "NVSHMEM"])  # by TORCH_SYMMMEM
+@pytest.mark.parametrize("name", ["CUDA", "NCCL"])
+def test_a_backend_is_set_where_it_is_not_yet(begun: str, name: str) -> None:
+    memory = Backends(begun)
+    use_backend(memory, name, torch.device("cuda", 0))
+    assert memory.set == name
 
 
 # ---- buffers in turns
