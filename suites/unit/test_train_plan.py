@@ -73,6 +73,7 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
         return {(r["case"], r["metric"]): r["value"] for r in of["rows"] if r["metric"] in names}
 
     assert quality(planned) == pytest.approx(quality(document), rel=1e-4) and len(quality(document)) == 6
+    assert planned["request"]["ranks"] == 2 and "dealt to 2 ranks" in planned["request"]["data"]
     speed = {r["metric"]: r["value"] for r in planned["rows"] if r["case"] == "a"}
     assert speed.keys() == {"qps", "e2e_mfu", "input_wait", "peak_memory"}  # the layers' own are cut over ranks
     ((_, parts),) = planned["waterfalls"].items()
