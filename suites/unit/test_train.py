@@ -286,6 +286,7 @@ def test_the_word_none_for_what_may_be_nothing():
         "history",
     )
     assert parse_config(json.loads(config.model_dump_json()), "test") == config
+    assert parse_config({"data": {"kind": "synthetic"}, "plan": "none"}, "test").plan is None
     with pytest.raises(RequestError, match="lr = 'none'"):
         parse_config({"data": {"kind": "synthetic"}, "lr": "none"}, "test")
     assert (
