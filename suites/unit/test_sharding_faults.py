@@ -222,7 +222,7 @@ def _all_but_the_last(config: dict[str, Any], out: str) -> None:
 
 
 def test_two_ranks_four_eight_and_one_end_where_two_do(folder, reference):
-    """By four plans and by none: each step has the same samples, and losses are told as they were."""
+    """By three plans and by none: each step has the same samples, and losses are told as they were."""
     place, told = folder / "chain", {}
     legs: list[tuple[int, int, dict[str, Any]]] = [
         (2, 3, PLAN), (4, 6, {"replicate": 2, "tables": "v2", "table_replicas": 4, "cuts": {"item": "column"}}),
