@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gem import paths
 from gem.errors import RequestError
 from gem.sharding import start
 from gem.sharding.sm_free import Offer
@@ -115,6 +116,13 @@ def test_wrong_plans_are_refused_by_their_own_file(text, what, tmp_path):
         RequestError, match=r"none\.toml: No such file or directory; accepted: a TOML file with the fields"
     ):
         load_config(tmp_path / "a.toml", (), tmp_path / "none.toml")
+
+
+def test_the_plan_of_the_help_fits_its_ranks():
+    training = paths.suites_dir().parent / "fixtures" / "training"
+    config = load_config(training / "synthetic.toml", (), training / "plan.toml")
+    assert config.plan is not None
+    assert placed(config.plan, config.sizes().experts, 2)[0].expert == 2
 
 
 def test_compile_and_a_plan_exclude_each_other(tmp_path):
