@@ -99,7 +99,7 @@ def fields_of(said: str) -> dict[str, Any]:
 def test_the_nearest_plan_fits_ranks_and_experts_and_keeps_the_rest(
     size, replicate, shard, expert, tables, groups, zones, experts
 ):
-    cuts = {"it em": "column", "user": "table"}
+    cuts: Any = {"it em": "column", "user": "table"}
     p = PlanConfig(
         zones=zones, gpus=2, replicate=replicate, shard=shard, expert=expert, tables=tables, table_replicas=groups,
         cuts=cuts, gather="fp8",
