@@ -67,7 +67,8 @@ def train(
                 return
             with training.TrainingConsole(table.make_console(stderr=True), place) as console:
                 result = Run(checked, place, world, console).train(resume=not fresh)
-            document = training.document_of(result, checked, config.stem, environment.capture(world.device.type))
+            env = environment.capture(world.device.type)
+            document = training.document_of(result, checked, config.stem, env, world.size)
     except Ended as ended:
         _leave(ended.code)
     except KeyboardInterrupt:

@@ -44,7 +44,7 @@ class ShardedMixture(nn.Module):
         parts, everything = group.wire.size, len(mixture.experts)
         if everything % parts:
             raise RequestError(
-                f"{everything} experts a layer over expert = {parts} ranks; accepted: a number of ranks that divides it"
+                f"plan.expert = {parts}: {everything} experts a layer; accepted: a number of ranks that divides it"
             )
         local = everything // parts
         self.group, self.first = group, group.wire.rank * local

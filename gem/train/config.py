@@ -174,7 +174,7 @@ def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
 
 
 # Fields that have a default and may be nothing; TOML has no null, so the word "none" says it.
-_MAY_BE_NONE = ("model.history", "model.keys", "clip", "checkpoint_every")
+_MAY_BE_NONE = ("model.history", "model.keys", "clip", "checkpoint_every", "plan")
 
 
 def _without(document: dict[str, Any]) -> dict[str, Any]:

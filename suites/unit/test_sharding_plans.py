@@ -252,4 +252,4 @@ def test_the_reference_learns(reference):
 
 def test_experts_that_cannot_be_dealt_are_refused(found):
     for one in found:
-        assert one["refused"] == "3 experts a layer over expert = 2 ranks; accepted: a number of ranks that divides it"
+        assert one["refused"] == "plan.expert = 2: 3 experts a layer; accepted: a number of ranks that divides it"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from gem.errors import RequestError
-from gem.harness import measured_params, report, report_scaling
+from gem.harness import measured_params, names, report, report_scaling
 from gem.harness.case import MeasuredCase, build_cases
 from gem.harness.report_lines import lines_of
 from gem.harness.results import Document, Row, own_status
@@ -123,6 +123,9 @@ def test_what_a_case_finds(rows):
     assert {"sent.experts_activations.host", "sent.copies_gradients.host"} <= parts.keys()
     assert value(two, "cpu_ms") > 0 and 0 < value(two, "work_ratio") < 2
     assert value(one, "flops_per_rank") > 0 and value(two, "max_over_mean") >= 1
+    # In the notes of a line all metrics' words stand together: each says whose it is.
+    noted = {row.metric: row.reason for row in two}
+    assert all(noted[metric].startswith(f"{metric}: ") for metric in ("work_ratio", "cpu_ms", "collectives_ms"))
 
 
 def test_what_is_wrong_fails_the_case(rows):
@@ -145,6 +148,9 @@ def test_the_report_draws_a_line_a_plan(rows):
     assert plan.points("bytes_sent") == [(1, 0.0), (2, value(rows["v2-2"], "bytes_sent"))]
     page = report.render(document)
     assert page.count('class="curve plan k0"') == len(report_scaling.DRAWN)
+    # A plot's bytes are in the unit of the tables.
+    assert {unit for metric, _, unit, _ in report_scaling.DRAWN if names.METRICS[metric].unit == "B"} == {"MiB"}
+    assert {factor for _, factor, unit, _ in report_scaling.DRAWN if unit == "MiB"} == {2**-20}
     assert "bytes a rank sends in a step" in page and "experts activations" in page
     # Each part stands in its own table alone.
     assert "sent.counts.host" not in page
