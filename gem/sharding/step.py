@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from gem.data.samples import Samples
 from gem.data.schema import Schema
@@ -110,6 +111,9 @@ class ShardedStepper:
         finally:
             self.tables.release()
             self.tables.zero_grad()
+            for module in self.model.modules():  # FSDP leaves the root gathered where no backward comes
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def counts(self) -> dict[str, int]:
         """Parameters, of all ranks."""

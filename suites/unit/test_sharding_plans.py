@@ -88,6 +88,8 @@ def alone(dtype: torch.dtype) -> dict[str, Any]:
         tables.step(scale)
         found["losses"].append(float(loss))
         found["norms"].append(float(norm))
+    with torch.no_grad():
+        found["predictions"] = one(batch(0))
     return found | {"state": {name: x.detach() for name, x in one.state_dict().items()}}
 
 
@@ -137,11 +139,21 @@ def train(
         assert done.norm is not None
         found["losses"].append(float(done.loss))
         found["norms"].append(float(done.norm))
+    found |= evaluated(stepper, batch(0).take(4 * world.rank, 4 * world.rank + 4))
     if save:
         Checkpoints(folder).save(stepper.number - 1, stepper.state())
     rename = global_names(one)
     state = {rename(n): x.full_tensor() if isinstance(x, DTensor) else x for n, x in one.state_dict().items()}
     return found | {"state": state, "held": stepper.tables.held, "tables": stepper.tables.weights}
+
+
+def evaluated(stepper: ShardedStepper, samples: Samples) -> dict[str, Any]:
+    """Predictions, and what is gathered or kept behind them: whatever follows, a checkpoint say, finds shards."""
+    predictions = stepper.predict(samples)
+    kept = [name for name, p in stepper.model.named_parameters() if not isinstance(p, DTensor)]
+    tables = stepper.tables
+    assert sum(x.numel() for x in stepper.own_weights()) and not (tables._shards or tables._routes)
+    return {"predictions": predictions, "gathered": kept}
 
 
 def refused() -> str:
@@ -183,6 +195,10 @@ def assert_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: 
             rows, columns = slice(piece.rows.start, piece.rows.stop), slice(piece.columns.start, piece.columns.stop)
             whole = wanted["state"][f"tables.{key(name)}"][rows, columns]
             torch.testing.assert_close(one["tables"][name], whole, rtol=tolerance, atol=tolerance)
+        assert one["gathered"] == []
+    for task, wanted_B in wanted["predictions"].items():
+        predicted_B = torch.cat([one["predictions"][task] for one in mine])
+        torch.testing.assert_close(predicted_B, wanted_B, rtol=10 * tolerance, atol=10 * tolerance)
     # Together the ranks have every dense parameter.
     names = {name for one in mine for name in one["state"]}
     assert names == {name for name in wanted["state"] if not name.startswith("tables.")}
@@ -216,7 +232,7 @@ def test_every_plan_trains_as_one_process_does(name, found, reference):
 
 @pytest.mark.parametrize("plans", HANDED_ON, ids="-".join)
 def test_another_plan_goes_on_from_a_checkpoint_as_if_nothing_had_been(plans, found, reference):
-    later = {name: x if name == "state" else x[3:] for name, x in reference.items()}
+    later = {name: x if name in ("state", "predictions") else x[3:] for name, x in reference.items()}
     assert_equal([one["-".join(plans)] for one in found], later, 1e-9)
 
 
