@@ -35,9 +35,11 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
         model = GemModel(schema, config.sizes())
     whole = {name: model.tables[key(name)] for name in names}
     plan = Plan(p.replicate, p.shard, p.expert, p.tables, p.table_replicas)
-    return ShardedStepper(
+    stepper = ShardedStepper(
         model, schema, config, world, plan, cluster, sliced(whole), dict(p.cuts), gather=p.gather, transport=p.transport
     )
+    world.before_leaving(stepper.tables.release)  # gathered for a step that does not come
+    return stepper
 
 
 def cluster_of(plan: PlanConfig, size: int) -> Cluster:

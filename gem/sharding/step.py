@@ -59,6 +59,7 @@ class ShardedStepper:
         self.model = model
         self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
         self.number = 0  # steps done
+        self.tables.gather()
 
     def autocast(self) -> AbstractContextManager:
         """Of forwards, in the run's precision."""
@@ -72,7 +73,8 @@ class ShardedStepper:
         pieces, tasks, counts = opened(batch, self.world)
         mark("others")  # all have their batches
         self.tables.zero_grad()
-        self.tables.gather()
+        self.tables.gather()  # where an evaluation has come in between
+        self.tables.expect(len(pieces))
         loss, logits = torch.zeros((), device=self.world.device), []
         for number, piece in enumerate(pieces):
             self.experts.expect(len(piece), self.world.device)
@@ -80,8 +82,6 @@ class ShardedStepper:
             with self.autocast():
                 losses = self.model.losses(piece)
             share = (torch.stack([losses.sums[task] for task in tasks]) / counts.clamp_min(1)).sum()
-            if number == len(pieces) - 1:
-                self.tables.release()
             mark("forward")
             share.backward()
             mark("backward")
@@ -92,8 +92,9 @@ class ShardedStepper:
         norm, scale = None, torch.ones(())
         if self.config.clip is not None:
             norm, scale = self._clip(self.config.clip)
-        self.dense_optimizer.step()
         self.tables.step(scale)
+        self.tables.gather()  # for the next step: it travels beside what follows here, and beside that step's beginning
+        self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
         self.number += 1
         mark("optimizer")
@@ -105,6 +106,7 @@ class ShardedStepper:
     def predict(self, samples: Samples) -> dict[str, Tensor]:
         """fp32 logits [B] by task. All ranks call it, also those that have no samples."""
         self.experts.expect(len(samples), self.world.device)
+        self.tables.expect(1)
         try:
             with self.autocast():
                 return self.model(samples)

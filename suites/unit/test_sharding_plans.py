@@ -1,5 +1,6 @@
 """Every plan trains as one process: losses, norms, gradients and parameters of five steps, in float64 and float32."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -99,10 +100,10 @@ def dense_of(shape: Sequence[int], ids: torch.Tensor, rows: torch.Tensor) -> tor
 
 def watched(stepper: ShardedStepper) -> dict[str, list[Any]]:
     """Filled step by step: this rank's pieces of all gradients, as they are when the optimizers begin."""
-    found: dict[str, list[Any]] = {"gradients": [], "of tables": []}
+    found: dict[str, list[Any]] = {"gradients": [], "of tables": [], "under way": [], "copies at parts": []}
     rename = global_names(stepper.model)
 
-    def look(*_: Any) -> None:
+    def look(scale: torch.Tensor) -> None:
         pieces = {}
         for name, p in stepper.model.named_parameters():
             grad = cast(DTensor, p.grad)
@@ -113,8 +114,23 @@ def watched(stepper: ShardedStepper) -> dict[str, list[Any]]:
         found["gradients"].append(pieces)
         rows = stepper.tables.gradients().items()
         found["of tables"].append({name: dense_of(stepper.tables.weights[name].shape, *x) for name, x in rows})
+        step_tables(scale)
 
-    stepper.dense_optimizer.register_step_pre_hook(look)
+    def of_v3(*_: Any) -> None:
+        tables = stepper.tables
+        own = {x.data_ptr() for x in tables._own}
+        copies[:] = [weakref.ref(x) for x in tables._shards if x.data_ptr() not in own]
+        found["under way"].append((len(copies), len(tables._waiting)))
+
+    def at_a_part(*_: Any) -> None:
+        found["copies at parts"].append(sum(one() is not None for one in copies))
+
+    copies: list[weakref.ref] = []  # of shards, of the step that comes
+    step_tables = stepper.tables.step
+    stepper.tables.step = look  # type: ignore[method-assign]
+    stepper.dense_optimizer.register_step_pre_hook(of_v3)
+    for part in stepper.model.parts().values():
+        part.register_forward_pre_hook(at_a_part)
     return found
 
 
@@ -257,6 +273,18 @@ def test_clipped_gradients_of_all_ranks_have_the_norm_that_is_allowed(name, foun
             pieces |= {(n, *vars(at).values()): factor * one["of tables"][step][n] for n, at in one["held"].items()}
         norm = torch.stack([piece.square().sum() for piece in pieces.values()]).sum().sqrt()
         assert float(norm) == pytest.approx(CONFIG["clip"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["v3", "all"])
+def test_v3_gathers_beside_the_dense_optimizer_and_has_no_copy_left_when_layers_work(name, found):
+    """Between, the copies' lookup frees them; where a step has two pieces (the fourth), that of the second one."""
+    for one in (one[name] for one in found):
+        assert all(copies == waiting > 0 for copies, waiting in one["under way"]) and len(one["under way"]) == STEPS
+        parts = one["copies at parts"]
+        each = len(parts) // (STEPS + 2)  # the second piece, and what predicts
+        of_pieces = [set(parts[i : i + each]) for i in range(0, len(parts), each)]
+        copies = one["under way"][0][0]
+        assert of_pieces == [{0}, {0}, {0}, {copies}, {0}, {0}, {0}]
 
 
 def test_the_reference_learns(reference):
