@@ -1,6 +1,5 @@
 """From a run's configuration to its sharded stepper."""
 
-import os
 import warnings
 
 import torch
@@ -14,6 +13,7 @@ from gem.sharding.mesh import Cluster, Plan
 from gem.sharding.step import ShardedStepper
 from gem.sharding.tables import sliced
 from gem.train.config import PlanConfig, TrainConfig
+from gem.train.starter import told
 from gem.train.world import World
 
 
@@ -44,7 +44,7 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
 
 def cluster_of(plan: PlanConfig, size: int) -> Cluster:
     """The cluster that torchrun's ``size`` processes are on."""
-    gpus = plan.gpus or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpus = plan.gpus or told("LOCAL_WORLD_SIZE", size, least=1)
     hosts, rest = divmod(size, plan.zones * gpus)
     if rest or not hosts:
         raise RequestError(

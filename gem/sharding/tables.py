@@ -6,9 +6,9 @@
 
 A step: ``fetch`` or ``pooled`` for each piece of the batch, backwards, ``exchange_gradients``, ``step``, ``gather``: v3
 collects what the next step reads, beside the dense optimizer's work and all that comes before the next lookup; what was
-collected is dropped inside the last lookup (``expect``), as soon as rows are read from it. All tables share each exchange (gem.sharding.routes, gem.sharding.lookups):
-counts, ids, rows, and gradients on the way back. The optimizer is row-wise Adagrad on the owner (gem.sharding.adagrad),
-whose state is as long as the rows it holds.
+collected is dropped inside the last lookup (``expect``), as soon as rows are read from it. All tables share each
+exchange (gem.sharding.routes, gem.sharding.lookups): counts, ids, rows, and gradients on the way back. The optimizer is
+row-wise Adagrad on the owner (gem.sharding.adagrad), whose state is as long as the rows it holds.
 
 Where the source (v3) gathers shards again in the backward, updates them and reduce-scatters parameters, gradients' rows
 are sent to whose slice they are for: the same sums and no second gathered copy.
