@@ -18,7 +18,7 @@ from gem.model import GemModel
 from gem.sharding.collectives import Traffic
 from gem.sharding.dense import shard_model, square_norm
 from gem.sharding.lowbits import Gather, checked
-from gem.sharding.mesh import Cluster, Plan, build
+from gem.sharding.mesh import Cluster, Plan, build, described
 from gem.sharding.placement import Cut, Table
 from gem.sharding.sm_free import Transport, install
 from gem.sharding.state import DenseMoments, ModelState, TableSums
@@ -48,6 +48,7 @@ class ShardedStepper:
         checked(gather)
         self.config, self.world, self.traffic = config, world, Traffic()
         self.meshes = build(plan, cluster, world.device.type)
+        self.described = described(plan, cluster)
         tables = [Table(t.name, t.rows, model.config.table_dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
         self.tables = ShardedTables(
             tables, self.meshes, weights, lr=config.table_lr, device=world.device, traffic=self.traffic
