@@ -135,7 +135,7 @@ def _distance(wanted: Plan, other: Plan, cluster: Cluster) -> float:
         (wanted.replicate, other.replicate), (shard, other.shard), (wanted.expert, other.expert),
         (wanted.table_replicas, other.table_replicas),
     )  # fmt: skip
-    return sum(abs(math.log2(max(a, 0.5) / (b or 1))) for a, b in pairs)
+    return sum(abs(math.log2(max(a, 0.5)) - math.log2(b or 1)) for a, b in pairs)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def test_a_run_is_told_which_links_its_collectives_take():
         (Plan(2, 8, 3), "expert = 3 does not divide shard = 8", Plan(2, 8, 4)),
         (Plan(1, 16, 1, "v1", 2), "tables v1 lie once on all ranks, table_replicas = 2", Plan(1, 16)),
         (Plan(1, 16, 1, "v2", 5), "table_replicas = 5 does not divide 16", Plan(1, 16, 1, "v2", 4)),
+        (Plan(2, 10**400), "replicate = 2 times", None),
         (Plan(0), "replicate = 0, accepted: 1 or more", Plan(1, 16)),
     ],
 )

@@ -33,6 +33,7 @@ from gem.sharding.verdict import (
     text_of,
 )  # fmt: skip
 from gem.sharding.watch import Watch
+from gem.train.config import parse_config
 from gem.train.world import join
 
 
@@ -88,6 +89,9 @@ def test_limits_follow_from_one_number():
     assert Limits.of(600.0) == Limits(still=600.0, silent=60.0, gone=5.0, beat=1.0)
     short = Limits.of(5.0)
     assert short.still == short.silent == 5.0 and short.beat < short.gone < short.silent
+    for wrong in (4.0, 1e18, float("inf"), float("nan")):  # which no clock of torch's can wait for
+        with pytest.raises(RequestError, match="timeout_s = "):
+            parse_config({"data": {"kind": "synthetic"}, "timeout_s": wrong}, "test")
 
 
 def test_words_come_through_the_store_as_they_went():
