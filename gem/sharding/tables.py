@@ -54,6 +54,11 @@ class ShardedTables:
         initial: float = 0.0, device: torch.device | None = None, traffic: Traffic | None = None,
         dtype: torch.dtype | None = None, whole_rows: bool = True,
     ) -> None:  # fmt: skip
+        for what, value, least in (("lr", lr, 0.0), ("eps", eps, 1e-30), ("initial", initial, 0.0)):
+            if not (math.isfinite(value) and value >= least):
+                raise RequestError(f"tables: {what} {value}; accepted: finite, {least} or more")
+        if not tables:
+            raise RequestError("tables: none; accepted: one or more")
         self.kind, self.lr, self.eps, self.whole_rows = meshes.plan.tables, lr, eps, whole_rows
         self.traffic = traffic or Traffic()
         self.owners = Wire(meshes.tables.get_group("table_shard"), self.traffic)
@@ -155,7 +160,8 @@ class ShardedTables:
         numbered: list[Tensor | None] = []
         members = self._members(requests)
         for group, mine in zip(self._groups, members, strict=True):
-            ids = [requests[i][1].reshape(-1) + group.offsets[requests[i][0]] for i in mine]
+            # Of many tables together there may be more rows than int32 has numbers.
+            ids = [requests[i][1].reshape(-1).long() + group.offsets[requests[i][0]] for i in mine]
             numbered.append(torch.cat(ids) if ids else None)
         with torch.no_grad():
             route = RowRoute(self.roads, numbered, self._arrived, self._device)
@@ -166,12 +172,15 @@ class ShardedTables:
         """Sums [B, D] of each sample's rows, zeros where it has none; the owners form them, a row a sample."""
         self._check([(name, ids) for name, ids, _ in requests])
         for name, ids, offsets in requests:
+            if offsets.dtype not in (torch.int32, torch.int64):
+                raise RequestError(f"table {name!r}: offsets of {offsets.dtype}; accepted: int32, int64")
             right = ids.dim() == offsets.dim() == 1 and offsets.numel() > 0
             if not right or offsets[[0, -1]].tolist() != [0, len(ids)] or bool((offsets[1:] < offsets[:-1]).any()):
                 raise RequestError(
                     f"table {name!r}: offsets {tuple(offsets.shape)} of ids {tuple(ids.shape)}; "
                     f"accepted: [samples + 1], from 0 to the number of ids, none less than the one before"
                 )
+        requests = [(name, ids.long(), offsets.long()) for name, ids, offsets in requests]
         if not self._shards:
             self.gather()
         members = self._members(requests)

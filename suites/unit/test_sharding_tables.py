@@ -162,6 +162,10 @@ def learn_in_bf16(plan: Plan, gradient: float = 1.0, steps: int = 40) -> dict:
     return {"weights": tables.weights, "sums": tables.sums, "memory": tables.memory_bytes(), "kinds": sorted(kinds)}
 
 
+def raise_(error: Exception) -> None:
+    raise error
+
+
 def ask_wrongly(plan: Plan) -> list[str]:
     tables = ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), lr=0.1)
     said = []
@@ -173,6 +177,21 @@ def ask_wrongly(plan: Plan) -> list[str]:
     for offsets in ([], [0, 1], [1, 2], [0, 2, 1, 2]):
         with pytest.raises(RequestError, match=r"table 't': offsets .* of ids \(2,\); accepted: \[samples \+ 1\]"):
             tables.pooled([("t", torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))])
+    with pytest.raises(RequestError, match=r"table 't': offsets of torch.float32; accepted: int32, int64"):
+        tables.pooled([("t", torch.tensor([1, 2]), torch.tensor([0.0, 2.0]))])
+    for odd in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "eps": 0.0}, {"lr": 0.1, "initial": -1.0}):
+        with pytest.raises(RequestError, match=r"tables: (lr|eps|initial) \S+; accepted: finite, \S+ or more"):
+            ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), **odd)
+    with pytest.raises(RequestError, match="tables: none; accepted: one or more"):
+        ShardedTables([], build(plan, CLUSTER, "cpu"), drawn(0), lr=0.1)
+    narrow = torch.tensor([1, 2], dtype=torch.int32)
+    wide = tables.pooled([("t", narrow, torch.tensor([0, 2], dtype=torch.int32))])[0]
+    assert torch.equal(wide, tables.pooled([("t", narrow.long(), torch.tensor([0, 2]))])[0])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LookupError) as numbers:
+        patch.setitem(tables._groups[0].offsets, "t", 2**31)  # as if so many rows came before
+        patch.setattr("gem.sharding.tables.RowRoute", lambda roads, numbered, *_: raise_(LookupError(numbered)))
+        tables.fetch([("t", narrow)])
+    assert numbers.value.args[0][0].tolist() == [2**31 + 1, 2**31 + 2]
     with pytest.raises(RequestError, match="id 8; accepted: 0 to 7"):
         tables.pooled([("t", torch.tensor([8]), torch.tensor([0, 1]))])
     return said
