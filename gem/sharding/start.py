@@ -4,14 +4,16 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gem.data.schema import Schema
 from gem.errors import RequestError
 from gem.model import GemModel
-from gem.model.gem_model import key
+from gem.model.gem_model import Read, initial_rows
 from gem.sharding.mesh import Cluster, Plan
+from gem.sharding.placement import Piece, Table
 from gem.sharding.step import ShardedStepper
-from gem.sharding.tables import sliced
+from gem.sharding.tables import Weights
 from gem.train.config import PlanConfig, TrainConfig
 from gem.train.starter import told
 from gem.train.world import World
@@ -30,16 +32,38 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
     names = [table.name for table in schema.tables]
     if odd := sorted(p.cuts.keys() - set(names)):
         raise RequestError(f"plan.cuts.{odd[0]}: no such table; accepted: {', '.join(names)}")
-    torch.manual_seed(config.seed)  # ranks draw alike
-    with world.device:
-        model = GemModel(schema, config.sizes())
-    whole = {name: model.tables[key(name)] for name in names}
+
+    def model(read: Read) -> GemModel:
+        with world.device:
+            return GemModel(schema, config.sizes(), read=read)
+
+    torch.manual_seed(config.seed)  # ranks draw alike, and as one process does: tables, then what is dense
     plan = Plan(p.replicate, p.shard, p.expert, p.tables, p.table_replicas)
     stepper = ShardedStepper(
-        model, schema, config, world, plan, cluster, sliced(whole), dict(p.cuts), gather=p.gather, transport=p.transport
-    )
+        model, schema, config, world, plan, cluster, as_alone(world.device), dict(p.cuts), gather=p.gather,
+        transport=p.transport,
+    )  # fmt: skip
     world.before_leaving(stepper.tables.release)  # gathered for a step that does not come
     return stepper
+
+
+def as_alone(device: torch.device) -> Weights:
+    """Pieces of what GemModel's tables begin with in one process: all numbers are drawn, and those of the piece kept.
+
+    To be asked for all tables in their order, from the seed on: the generator's place is part of it.
+    """
+
+    def weights(table: Table, piece: Piece) -> Tensor:
+        rows, columns = piece.rows, slice(piece.columns.start, piece.columns.stop)
+        with device:
+            found = torch.empty(piece.shape)
+            for first, block in initial_rows(table.rows, table.dim):
+                start, stop = max(first, rows.start), min(first + len(block), rows.stop)
+                if start < stop:
+                    found[start - rows.start : stop - rows.start] = block[start - first : stop - first, columns]
+        return found
+
+    return weights
 
 
 def cluster_of(plan: PlanConfig, size: int) -> Cluster:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from gem.data.samples import Samples
 from gem.data.schema import Schema
 from gem.model import GemModel
+from gem.model.gem_model import Read
 from gem.sharding.collectives import Traffic
 from gem.sharding.dense import shard_model, square_norm
 from gem.sharding.lowbits import Gather, checked
@@ -32,27 +33,30 @@ from gem.train.world import World
 class ShardedStepper:
     """Model and optimizers over ranks. Every rank makes the same calls.
 
-    model     of the whole schema, built with ``read=...`` or not: its own tables are dropped, and its dense parameters,
-              the same on every rank, are sharded
-    weights   what tables begin with (gem.sharding.tables.drawn, or sliced)
+    model     of the whole schema: its own tables are dropped, and its dense parameters, the same on every rank, are
+              sharded. Or what makes it with another ``read``, once the tables are there: none has room for them whole
+    weights   what tables begin with (gem.sharding.start.as_alone; tables.drawn, or sliced)
     cuts      how tables are cut, by name; in rows if nothing is said
     gather    how dense parameters travel, "full" or "fp8" (gem.sharding.lowbits)
     transport by what they do, NCCL's kernels or without SMs (gem.sharding.sm_free)
     """
 
     def __init__(
-        self, model: GemModel, schema: Schema, config: TrainConfig, world: World, plan: Plan, cluster: Cluster,
-        weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
+        self, model: GemModel | Callable[[Read], GemModel], schema: Schema, config: TrainConfig, world: World,
+        plan: Plan, cluster: Cluster, weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
         transport: Transport = "default",
     ) -> None:  # fmt: skip
         checked(gather)
         self.config, self.world, self.traffic = config, world, Traffic()
         self.meshes = build(plan, cluster, world.device.type)
         self.described = described(plan, cluster)
-        tables = [Table(t.name, t.rows, model.config.table_dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
+        dim = config.sizes().table_dim
+        tables = [Table(t.name, t.rows, dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
         self.tables = ShardedTables(
             tables, self.meshes, weights, lr=config.table_lr, device=world.device, traffic=self.traffic
         )
+        if not isinstance(model, GemModel):
+            model = model(self.tables.fetch)
         model.tables = torch.nn.ParameterDict()
         model.read = self.tables.fetch
         self.experts = shard_model(model, self.meshes, self.traffic, gather=gather)

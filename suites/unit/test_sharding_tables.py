@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from model_data import small_schema
 from tables_program import adagrad_f64
 
 from gem.errors import RequestError
+from gem.model import gem_model
+from gem.model.config import preset
 from gem.sharding.adagrad import rounded
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.placement import Cut, Placement, Range, Table
+from gem.sharding.start import as_alone
 from gem.sharding.tables import ShardedTables, drawn, sliced
 
 F64 = torch.float64
@@ -393,6 +397,25 @@ def test_rows_begin_alike_whoever_draws_them():
     assert torch.equal(torch.cat(parts), everything)
     assert float(everything.std()) == pytest.approx(0.05, rel=0.02)
     assert not torch.equal(everything, drawn(5)(Table("u", 10_000, 3), Placement([table], 1).piece(table, 0)))
+
+
+def test_owners_begin_with_what_one_process_begins_with(monkeypatch):
+    """Tables and, drawn behind them, all that is dense, whatever the blocks in which numbers are drawn."""
+    monkeypatch.setattr(gem_model, "_BLOCK", 7)
+    assert [(first, len(rows)) for first, rows in gem_model.initial_rows(20, 2)] == [(0, 7), (7, 7), (14, 6)]
+    schema, sizes = small_schema(), preset("tiny", dim=16, heads=1)
+    torch.manual_seed(3)
+    whole = gem_model.GemModel(schema, sizes)
+    placed = [Table(t.name, t.rows, sizes.table_dim, cut) for t, cut in zip(schema.tables, CUTS, strict=True)]
+    for rank in range(3):
+        torch.manual_seed(3)
+        weights, placement = as_alone(torch.device("cpu")), Placement(placed, 3)
+        for table in placed:
+            piece = placement.piece(table, rank)
+            own = whole.tables[gem_model.key(table.name)][piece.rows.start : piece.rows.stop]
+            assert torch.equal(weights(table, piece), own[:, piece.columns.start : piece.columns.stop])
+        dense = gem_model.GemModel(schema, sizes, read=lambda requests: [])
+        assert all(torch.equal(x, whole.get_parameter(name)) for name, x in dense.named_parameters())
 
 
 @pytest.mark.parametrize(
