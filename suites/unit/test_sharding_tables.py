@@ -183,6 +183,7 @@ def ask_wrongly(plan: Plan) -> list[str]:
             tables.pooled([("t", torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))])
     with pytest.raises(RequestError, match=r"table 't': offsets of torch.float32; accepted: int32, int64"):
         tables.pooled([("t", torch.tensor([1, 2]), torch.tensor([0.0, 2.0]))])
+    odd: dict[str, Any]
     for odd in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "eps": 0.0}, {"lr": 0.1, "initial": -1.0}):
         with pytest.raises(RequestError, match=r"tables: (lr|eps|initial) \S+; accepted: finite, \S+ or more"):
             ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), **odd)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from gem.cli import main
 from gem.data.reader_lanes import Lanes, cut, shares
