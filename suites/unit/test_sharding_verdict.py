@@ -4,8 +4,10 @@ import re
 import socket
 import sys
 import threading
+from datetime import timedelta
 from fractions import Fraction
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.sharding.verdict import (
     Beat,
+    Ended,
     Limits,
     Verdict,
     code_of,
@@ -258,3 +261,34 @@ def test_who_hangs_once_rank_0_is_done_is_still_judged(monkeypatch):
     hung._stop_threads()
     assert dict(ended).keys() == {0, 1} and {verdict.code for _, verdict in ended} == {3}
     assert ended[0][1].text.startswith("rank 1: no progress for 1 s in what it never leaves")
+
+
+def test_a_ranks_patient_work_is_told_as_such():
+    watch = Watch(HashStore(), 0, 1, 5.0)
+    with watch.patient("reading all data"):
+        beat = watch._beat()
+        assert beat.patient and beat.place == "reading all data"
+    assert not watch._beat().patient
+
+
+def test_torchs_own_timeout_comes_behind_the_watch(monkeypatch):
+    given: dict[str, Any] = {}
+
+    def group(backend: str, **more: Any) -> None:
+        given.update(more)
+        raise LookupError("no further")
+
+    class Quiet(Watch):
+        def begin(self) -> None:
+            pass
+
+        def end(self, error: BaseException) -> Verdict:
+            return Verdict(0, str(error), 3)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("gem.sharding.watch.connect", lambda timeout_s: (None, Quiet(HashStore(), 0, 2, timeout_s)))
+    monkeypatch.setattr("torch.distributed.init_process_group", group)
+    with pytest.raises(Ended, match="no further"), join("cpu", timeout_s=7.0):
+        pass
+    assert given["timeout"] == timedelta(seconds=67)

@@ -11,6 +11,7 @@ from model_data import random_samples, small_schema
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem.data.samples import Samples
+from gem.errors import RequestError
 from gem.model import gem_model
 from gem.sharding.collectives import Traffic, sum_bytes, telling
 from gem.sharding.counting import COPIES, PARAMETERS, Counter
@@ -65,6 +66,11 @@ def on_this_rank() -> dict[str, Any]:
                 stepper.step(batches()[world.rank])
             counts.append((counter.by_purpose(), dict(stepper.traffic.sent)))
         found[name] = (wanted, counts)
+        cuts = {table.name: table.cut for table in stepper.tables.tables.values()}
+        assert cuts == {name: plan.get("cuts", {}).get(name, "row") for name in CUTS}
+    document["plan"] = {"gpus": 2, "transport": "copy_engine"}
+    with pytest.raises(RequestError, match=r"plan\.transport = 'copy_engine': the ranks are on cpu; it needs GPUs"):
+        sharded_stepper(small_schema(), parse_config(document, "test"), world)
     return found
 
 
