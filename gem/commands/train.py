@@ -10,6 +10,7 @@ import typer
 
 from gem.commands.common import EXIT_INTERRUPTED, Device, check_outputs, show
 from gem.errors import RequestError
+from gem.train.starter import place as place_of_rank
 
 
 def train(
@@ -82,7 +83,7 @@ def train(
 
 
 def _with_others() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return place_of_rank()[1] > 1
 
 
 def _leave(code: int) -> NoReturn:

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,9 +25,11 @@ from gem.errors import RequestError
 
 Tier = Literal["gpu", "host", "zone", "cluster"]
 Tables = Literal["v1", "v2", "v3"]
+_TIERS: tuple[Tier, ...] = get_args(Tier)  # from the fastest
 # What the links of each tier are called where the technique comes from.
 LINKS: dict[Tier, str] = {
-    "gpu": "none", "host": "NVLink", "zone": "the zone's network", "cluster": "the network between zones",
+    "gpu": "none", "host": "links within a host (GPUs: NVLink)", "zone": "the zone's network",
+    "cluster": "the network between zones",
 }  # fmt: skip
 
 
@@ -167,7 +169,7 @@ def _distance(wanted: Plan, other: Plan, cluster: Cluster) -> float:
         (wanted.replicate, other.replicate), (shard, other.shard), (wanted.expert, other.expert),
         (wanted.table_replicas, other.table_replicas),
     )  # fmt: skip
-    return sum(abs(math.log2(max(a, 0.5) / (b or 1))) for a, b in pairs)
+    return sum(abs(math.log2(max(a, 0.5)) - math.log2(b or 1)) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,15 @@ class _Axes:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def group(self, *names: str) -> list[int]:
-        """Ranks of rank 0's group along these dimensions."""
-        ranks = [0]
+    def groups(self, along: str) -> list[list[int]]:
+        """Ranks of each group along this dimension."""
+        found: list[list[int]] = [[0]]
         for name, size in zip(self.names, self.sizes, strict=True):
-            ranks = [rank * size + i for rank in ranks for i in range(size if name in names else 1)]
-        return ranks
+            if name == along:
+                found = [[rank * size + i for rank in group for i in range(size)] for group in found]
+            else:
+                found = [[rank * size + i for rank in group] for group in found for i in range(size)]
+        return found
 
 
 def _axes(plan: Plan, cluster: Cluster) -> tuple[_Axes, _Axes, _Axes]:
@@ -214,8 +219,32 @@ def collectives(plan: Plan, cluster: Cluster) -> list[Collective]:
         found.append(("gradients of the tables' copies exchanged", "table_replica", tables))
     if plan.tables == "v3":
         found.append(("table shards all-gathered, updates reduce-scattered", "table_replica", tables))
-    groups = [(what, name, axes.group(name)) for what, name, axes in found]
-    return [Collective(what, name, len(g), cluster.tier_of(g)) for what, name, g in groups if len(g) > 1]
+    told = []
+    for what, name, axes in found:
+        groups = axes.groups(name)
+        if len(groups[0]) > 1:  # where groups lie differently, each step waits for the slowest
+            told.append(Collective(what, name, len(groups[0]), max(map(cluster.tier_of, groups), key=_TIERS.index)))
+    return told
+
+
+def described(plan: Plan, cluster: Cluster) -> list[str]:
+    """A line for each collective of a step, and one for each that a smaller group would keep on faster links."""
+    lines, plan = [], complete(plan, cluster)
+    for one in collectives(plan, cluster):
+        lines.append(f"plan: {one}")
+        of_zone = cluster.hosts * cluster.gpus
+        if one.dimension == "shard" and one.tier == "cluster":
+            fits = math.gcd(one.ranks, of_zone)
+            lines.append(
+                f"plan.shard = {one.ranks} crosses zones of {of_zone} ranks: parameters go between zones; "
+                f"within a zone: replicate = {cluster.size // fits}, shard = {fits}"
+            )
+        if one.dimension == "expert" and one.tier != "host":
+            lines.append(
+                f"plan.expert = {one.ranks} crosses hosts of {cluster.gpus} ranks: activations go between "
+                f"hosts; within a host: expert = {math.gcd(one.ranks, cluster.gpus)}"
+            )
+    return lines
 
 
 @dataclass(frozen=True, eq=False)

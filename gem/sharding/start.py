@@ -1,22 +1,24 @@
 """From a run's configuration to its sharded stepper."""
 
 import math
-import os
 import warnings
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gem.data.schema import Schema
 from gem.errors import RequestError
 from gem.model import GemModel
-from gem.model.gem_model import key
+from gem.model.gem_model import Read, initial_rows
 from gem.sharding.mesh import Cluster, Plan, complete, nearest, toml
+from gem.sharding.placement import Piece, Table
 from gem.sharding.sm_free import lacking, offer
 from gem.sharding.step import ShardedStepper
-from gem.sharding.tables import sliced
+from gem.sharding.tables import Weights
 from gem.train.config import PlanConfig, TrainConfig
+from gem.train.starter import told
 from gem.train.world import World
 
 
@@ -30,13 +32,37 @@ def sharded_stepper(schema: Schema, config: TrainConfig, world: World) -> Sharde
     names = [table.name for table in schema.tables]
     if odd := sorted(p.cuts.keys() - set(names)):
         raise RequestError(f"plan.cuts.{odd[0]}: no such table; accepted: {', '.join(names)}")
-    torch.manual_seed(config.seed)  # ranks draw alike
-    with world.device:
-        model = GemModel(schema, config.sizes())
-    whole = {name: model.tables[key(name)] for name in names}
-    return ShardedStepper(
-        model, schema, config, world, plan, cluster, sliced(whole), dict(p.cuts), gather=p.gather, transport=p.transport
-    )
+
+    def model(read: Read) -> GemModel:
+        with world.device:
+            return GemModel(schema, config.sizes(), read=read)
+
+    torch.manual_seed(config.seed)  # ranks draw alike, and as one process does: tables, then what is dense
+    stepper = ShardedStepper(
+        model, schema, config, world, plan, cluster, as_alone(world.device), dict(p.cuts), gather=p.gather,
+        transport=p.transport,
+    )  # fmt: skip
+    world.before_leaving(stepper.tables.release)  # gathered for a step that does not come
+    return stepper
+
+
+def as_alone(device: torch.device) -> Weights:
+    """Pieces of what GemModel's tables begin with in one process: all numbers are drawn, and those of the piece kept.
+
+    To be asked for all tables in their order, from the seed on: the generator's place is part of it.
+    """
+
+    def weights(table: Table, piece: Piece) -> Tensor:
+        rows, columns = piece.rows, slice(piece.columns.start, piece.columns.stop)
+        with device:
+            found = torch.empty(piece.shape)
+            for first, block in initial_rows(table.rows, table.dim):
+                start, stop = max(first, rows.start), min(first + len(block), rows.stop)
+                if start < stop:
+                    found[start - rows.start : stop - rows.start] = block[start - first : stop - first, columns]
+        return found
+
+    return weights
 
 
 def check_plan(config: TrainConfig, world: World) -> None:
@@ -68,7 +94,7 @@ def _refuse_one_process() -> None:
 def placed(p: PlanConfig, experts: int, size: int) -> tuple[Plan, Cluster]:
     """A configuration's plan on torchrun's ``size`` processes. RequestError that names the nearest that fits."""
     wanted = Plan(p.replicate, p.shard, p.expert, p.tables, p.table_replicas)
-    gpus = p.gpus or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpus = p.gpus or told("LOCAL_WORLD_SIZE", size, least=1)
     if size % (p.zones * gpus):
         zones, each = _nearest_hosts(p.zones, gpus, size)
         near = nearest(wanted, Cluster(zones, size // zones // each, each), experts)
@@ -92,9 +118,9 @@ def _nearest_hosts(zones: int, gpus: int, size: int) -> tuple[int, int]:
 
 def _rest(p: PlanConfig, zones: int, gpus: int | None) -> str:
     """What a plan says beside its numbers, as fields of ``[plan]``; of zones and hosts what is not to be seen."""
-    told = {"cuts": p.cuts, "gather": p.gather, "transport": p.transport, "zones": zones, "gpus": gpus}
+    said = {"cuts": p.cuts, "gather": p.gather, "transport": p.transport, "zones": zones, "gpus": gpus}
     usual = PlanConfig().model_dump()
-    return ", ".join(f"{name} = {toml(value)}" for name, value in told.items() if value != usual[name])
+    return ", ".join(f"{name} = {toml(value)}" for name, value in said.items() if value != usual[name])
 
 
 def _quiet() -> None:

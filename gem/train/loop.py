@@ -90,7 +90,10 @@ class Run:
             return Stepper(self.sources.schema, self.config, self.world)
         from gem.sharding.start import sharded_stepper
 
-        return sharded_stepper(self.sources.schema, self.config, self.world)
+        stepper = sharded_stepper(self.sources.schema, self.config, self.world)
+        for line in stepper.described:
+            self.tell.say(line)
+        return stepper
 
     def train(self, resume: bool = True) -> Result:
         """Train to the end; with ``resume`` from the last checkpoint of the folder, where there is one.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
 from gem.errors import RequestError
-from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, plans
+from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, described, plans
 from gem.sharding.start import placed
 from gem.train.config import PlanConfig
 
@@ -66,6 +66,29 @@ def test_each_dimension_lies_on_the_tier_that_it_is_made_for():
     assert tiers == {"shard": "zone", "replicate": "cluster", "table_shard": "zone", "table_replica": "cluster"}
 
 
+def test_a_tier_is_that_of_the_slowest_group():
+    """Hosts of four, experts on three: ranks 0 to 2 share a host, 3 to 5 do not."""
+    tiers = {one.dimension: one.tier for one in collectives(Plan(1, 12, 3), Cluster(1, 3, 4))}
+    assert tiers == {"shard": "zone", "expert": "zone", "expert_shard": "zone", "table_shard": "zone"}
+    tiers = {one.dimension: one.tier for one in collectives(Plan(2, 6), Cluster(3, 2, 2))}
+    assert tiers == {"shard": "cluster", "replicate": "cluster", "table_shard": "cluster"}
+
+
+def test_a_run_is_told_which_links_its_collectives_take():
+    lines = described(Plan(2, 8, 2, "v3", 2), Cluster(2, 4, 2))
+    assert lines[:2] == [
+        "plan: dense parameters all-gathered, gradients reduce-scattered: 8 ranks (shard) over the zone's network",
+        "plan: dense gradients all-reduced: 2 ranks (replicate) over the network between zones",
+    ]
+    assert len(lines) == 6 and all(line.startswith("plan: ") for line in lines)
+    crossing = [line for line in described(Plan(1, 16, 4), Cluster(2, 4, 2)) if not line.startswith("plan: ")]
+    assert crossing == [
+        "plan.shard = 16 crosses zones of 8 ranks: parameters go between zones; within a zone: "
+        "replicate = 2, shard = 8",
+        "plan.expert = 4 crosses hosts of 2 ranks: activations go between hosts; within a host: expert = 2",
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "what", "nearest"),
     [
@@ -74,6 +97,7 @@ def test_each_dimension_lies_on_the_tier_that_it_is_made_for():
         (Plan(2, 8, 3), "plan.expert = 3 does not divide plan.shard = 8", Plan(2, 8, 4)),
         (Plan(1, 16, 1, "v1", 2), 'plan.table_replicas = 2, and plan.tables = "v1" lie once on all', Plan(1, 16)),
         (Plan(1, 16, 1, "v2", 5), "plan.table_replicas = 5 does not divide 16 ranks", Plan(1, 16, 1, "v2", 4)),
+        (Plan(2, 10**400), "plan.replicate = 2 times", None),
         (Plan(0), "plan.replicate = 0 is less than 1", Plan(1, 16)),
     ],
 )

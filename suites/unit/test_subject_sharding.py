@@ -16,7 +16,8 @@ from gem.harness.report_lines import lines_of
 from gem.harness.results import Document, Row, own_status
 from gem.harness.runner import RunOptions, open_session, run_case
 from gem.harness.sharding_params import ShardingParams
-from gem.harness.subject_sharding import Sharding
+from gem.harness.sharding_rank import Found
+from gem.harness.subject_sharding import Sharding, _work
 from gem.harness.table import results_tables
 
 FILE = Path("suites/scaling/some.toml")
@@ -135,6 +136,15 @@ def test_what_is_wrong_fails_the_case(rows):
     assert [row.reason for row in found[2]] == ["RankFailure: rank 1 of 2: ValueError: no batch for this rank"]
     bad = [row for row in found[3] if row.status == "fail"]
     assert [row.metric for row in bad] == ["bytes_unexplained"]
+
+
+@pytest.mark.parametrize(("scaling", "share"), [("weak", 1.0), ("strong", 0.25)])
+def test_work_is_that_of_the_rank_that_needs_most_against_its_share_of_one_process(scaling, share):
+    """One process needs 8 s: for a rank's batch (weak), or for all four ranks' (strong). The slowest rank, 5 s."""
+    found = [Found(cpu_s=[s, s, 9.0], flops=1.0, wall_s=1.0) for s in (2.0, 3.0, 5.0, 4.0)]
+    params = ShardingParams(ranks=4, batch=8, scaling=scaling)
+    told = {one.name: one.value for one in _work(params, Found(cpu_s=[8.0, 8.0, 90.0]), found)}
+    assert told["work_ratio"] == pytest.approx(8.0 * share / 5.0) and told["cpu_ms"] == 5000.0
 
 
 # ---- in the report

@@ -103,6 +103,7 @@ def test_a_plan_trains_as_no_plan_and_another_plan_goes_on(tmp_path):
         ("replicas = 2", "unknown field 'replicas'; accepted: zones, gpus, replicate, shard, expert, tables"),
         ("expert = 0", "expert = 0: Input should be greater than or equal to 1"),
         ("tables = 'v4'", "tables = 'v4': Input should be 'v1', 'v2' or 'v3'"),
+        (f"shard = {10**400}", "Input should be less than or equal to 2147483648"),
         ("expert = ", "plan.toml: Invalid value"),
     ],
 )
