@@ -396,7 +396,7 @@ class ShardedTables:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
-        """Of weights and optimizer state between steps."""
+        """Of weights and optimizer state, without what v3 gathers for the next lookup."""
         return sum(x.nbytes for kind in (self._own, self._sums) for x in kind)
 
 
