@@ -47,13 +47,16 @@ def gdpa_backward(
         most = max(dq.shape[0], batch.q_rows, batch.k_rows)
         if most > launch.MOST_TMA_ROWS:
             raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {most}")
-        inputs = [x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format) for x in
-                  (d_out_THD, q_THD, k_THD, v_THD)]  # fmt: skip
+        d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
         how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
-        _run(*inputs, dq, dk, dv, batch, how)
+        _run(d_out_THD, q_THD, k_THD, v_THD, dq, dk, dv, batch, how)
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
     return dq, dk, dv
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def choose_backward(batch: Batch, head_dim: int) -> tuple[str, Limits | None]:
@@ -80,6 +83,6 @@ def _run(
     elif kernel == "keep":
         backward_keep.run(*given, **how)
     elif kernel == "short":
-        sums = room(dq.shape[0], batch.size, *k.shape[1:], k.device)
+        sums = room(dq.shape[0], batch.size, k.shape[1], k.shape[2], k.device)
         backward_short.run(*given, sums=sums, **how)
     backward_long.run(*given, beyond=limits, sums=sums, **how)

@@ -7,7 +7,7 @@ and multiply the sums once (``value_factor``, ``slope_factor``), as in the forwa
 Legend: N keys of a tile, M queries of a tile.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # What stands in a kernel is traced and not called: Gluon's signatures are not those of its values.
 
 from triton.experimental import gluon
