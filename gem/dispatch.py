@@ -63,11 +63,6 @@ def _not_by_itself(call: Call, impl: str) -> str | None:
     return None if found is None else found.not_by_itself(call)
 
 
-def _with_note(why: str, op: str, impl: str) -> str:
-    found = TABLE[op].get(impl)
-    return f"{why}; {found.note}" if found is not None and found.note else why
-
-
 def choose(call: Call, impl: str = "auto") -> Choice:
     """The implementation that runs ``call``. ValueError when the named one cannot or is unknown."""
     if impl != "auto":
@@ -77,14 +72,14 @@ def choose(call: Call, impl: str = "auto") -> Choice:
         if reason is not None:
             usable = [name for name in IMPLEMENTATIONS if refusal(call, name) is None]
             raise ValueError(f"{call.op}: impl={impl!r} cannot run it: {reason}; can run it: {', '.join(usable)}")
-        return Choice(call.op, impl, _with_note("named by the caller", call.op, impl))
+        return Choice(call.op, impl, "named by the caller")
     others = {"reference": "the float64 oracle runs only when named"}
     for name in PREFERENCE:
         reason = refusal(call, name) or _not_by_itself(call, name)
         if reason is None:
             skipped = [n for n in PREFERENCE if n in others]
             why = "auto: first of " + ", ".join(PREFERENCE) + " that can run it" if skipped else "auto: preferred"
-            return Choice(call.op, name, _with_note(why, call.op, name), others)
+            return Choice(call.op, name, why, others)
         others[name] = reason
     raise ValueError(f"{call.op}: no implementation can run this call: {others}")
 

@@ -40,7 +40,6 @@ class Implementation:
     refuses: Callable[["Call"], str | None] = _runs_everywhere
     not_by_itself: Callable[["Call"], str | None] = _runs_everywhere  # why impl="auto" passes it over
     saves_lse: bool = False  # its backward of jagged_attention reads the output and the log-sum-exp
-    note: str = ""  # what of it is not its own
 
 
 # -- impl="torch" ----------------------------------------------------------------------------------------------------
@@ -103,10 +102,7 @@ TABLE: dict[str, dict[str, Implementation]] = {
         "triton": Implementation(
             with_triton.gdpa, with_triton.gdpa_backward, with_triton.refuses, with_triton.not_by_itself
         ),
-        "gluon": Implementation(
-            with_gluon.gdpa, with_gluon.gdpa_backward, with_gluon.refuses, with_gluon.not_by_itself,
-            note="its backward: the Triton kernels'",
-        ),
+        "gluon": Implementation(with_gluon.gdpa, with_gluon.gdpa_backward, with_gluon.refuses),
     },
     "block_attention": {
         "torch": Implementation(block.forward, block.backward),

@@ -1,7 +1,5 @@
 """impl="gluon": GDPA on the kernels of gem.kernels.hopper, and where those run.
 
-Forward by Gluon kernels; the backward is that of impl="triton", by the kernels there, until there is one in Gluon.
-
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gem.efficiency import window_edges
-from gem.with_triton import gdpa_backward, on_device_of
+from gem.with_triton import Gradients, on_device_of
 
 if TYPE_CHECKING:
     from gem.dispatch import Call
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
 _HOPPER = (9, 0)
-_OLDEST_TRITON = (3, 6)
+_TRITONS = ((3, 6), (3, 7))  # Gluon still changes: 3.9 has other names for stores through the copy engine
 _NAMES = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")  # that the kernels import
 
 
@@ -45,11 +43,6 @@ def refuses(call: "Call") -> str | None:
             "and rows a multiple of 16 bytes apart"
         )
     return None
-
-
-def not_by_itself(call: "Call") -> str | None:
-    """Why impl="auto" passes over kernels that could run."""
-    return "not every correctness case has run on a Hopper GPU yet: the Gluon kernels run when named"
 
 
 def readable(*tensors_THD: Tensor) -> bool:
@@ -88,8 +81,8 @@ def _look(device: str, interpret: str) -> str | None:
 
 def _unfit(version: str) -> str | None:
     """Why a version of triton does not do: Gluon is younger than it, and still changes."""
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST_TRITON:
-        return f"the Gluon kernels need triton 3.6 or newer, this is {version}"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in _TRITONS:
+        return f"the Gluon kernels are written for triton 3.6 and 3.7, this is {version}"
     try:
         hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
     except ImportError as error:
@@ -119,4 +112,15 @@ def gdpa(
         return ops.gdpa_forward(q, k, v, batch, activation=activation, qk_scale=qk_scale, out_scale=out_scale)
 
 
-__all__ = ["gdpa", "gdpa_backward", "not_by_itself", "readable", "refuses"]
+def gdpa_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *, activation: str,
+    qk_scale: float, out_scale: float, causal: bool, window: tuple[int, int],
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv)."""
+    ops = _kernels()
+    batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
+    with on_device_of(q):
+        return ops.gdpa_backward(d_out, q, k, v, batch, activation=activation, qk_scale=qk_scale, out_scale=out_scale)
+
+
+__all__ = ["gdpa", "gdpa_backward", "readable", "refuses"]

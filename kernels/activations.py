@@ -22,7 +22,7 @@ TAYLOR_2 = tl.constexpr(-1.0 / (6.0 * math.sqrt(2.0 * math.pi)))
 TAYLOR_3 = tl.constexpr(1.0 / (40.0 * math.sqrt(2.0 * math.pi)))
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _LOG2E = tl.constexpr(LOG2E)
-_LN2 = tl.constexpr(1.0 / LOG2E)
+LN2 = tl.constexpr(1.0 / LOG2E)
 # 0.5 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is the logistic function of twice that, here in base 2.
 TANH_0 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E)
 TANH_1 = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi) * LOG2E * 0.044715)
@@ -92,7 +92,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, ROUGH: tl.constexpr):
     elif ACTIVATION == "gelu" and ROUGH:
         s = _logistic(x * (ERF_0 + x2 * (ERF_1 + x2 * (ERF_2 + x2 * ERF_3))))
         value = x * s
-        rise = _LN2 * ERF_0 + x2 * (3.0 * _LN2 * ERF_1 + x2 * (5.0 * _LN2 * ERF_2 + x2 * (7.0 * _LN2 * ERF_3)))
+        rise = LN2 * ERF_0 + x2 * (3.0 * LN2 * ERF_1 + x2 * (5.0 * LN2 * ERF_2 + x2 * (7.0 * LN2 * ERF_3)))
         return value, s + value * (1.0 - s) * rise
     elif ACTIVATION == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF))
@@ -100,7 +100,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, ROUGH: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         s = _logistic(x * (TANH_0 + x2 * TANH_1))
         value = x * s
-        return value, s + value * (1.0 - s) * (_LN2 * TANH_0 + x2 * (3.0 * _LN2 * TANH_1))
+        return value, s + value * (1.0 - s) * (LN2 * TANH_0 + x2 * (3.0 * LN2 * TANH_1))
     else:
         tl.static_assert(ACTIVATION == "gelu_taylor")
         value = x * (0.5 + x * (TAYLOR_1 + x2 * (TAYLOR_2 + x2 * TAYLOR_3)))

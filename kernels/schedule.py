@@ -24,6 +24,14 @@ NO_SAMPLE = -1
 FIELDS = 8  # sample, row, q_start, q_len, k_start, k_len, and two that make a record 32 bytes long
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Rows that a sample may have for a kernel."""
+
+    queries: int
+    keys: int
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that doubles the time to make one, and each call makes one
 class Batch:
     """The jagged batch of a call: offsets [B + 1] of queries and keys, and how far a query sees around itself.
@@ -53,17 +61,29 @@ class Batch:
         """Samples."""
         return self.k_offsets.shape[0] - 1
 
-    def tiles(self, side: str, block: int, sorted: bool = True) -> Tensor:
+    def tiles(self, side: str, block: int, sorted: bool = True, beyond: Limits | None = None) -> Tensor:
         """The list of tiles of ``block`` rows of the queries ("q") or the keys ("k"): int32 [N, FIELDS].
 
         One record holds all that a program asks about its tile, so that it waits for one load and not for a chain of
         three (list, offsets, rows): sample, first row of the tile in the sample, and start and number of rows of the
         sample's queries and keys. Sample B is what lies behind the last offset: it sees nothing, so that its outputs
         become 0. Not ``sorted``: sample after sample instead (to measure what sorting gains), those that name no sample
-        last as well.
+        last as well. ``beyond``: those of samples that are not within these limits, and of sample B.
         """
-        what = (side, block) if sorted else (side, block, "in the batch's order")
-        return _cached(self, what, lambda: _build(self, side, block, sorted))
+        what: tuple = (side, block)
+        if not sorted:
+            what = (*what, "in the batch's order")
+        if beyond is not None:
+            what = (*what, beyond)
+        return _cached(self, what, lambda: _build(self, side, block, sorted, beyond))
+
+    def samples(self, limits: Limits) -> Tensor:
+        """The list of whole samples within limits, the most work first: int32 [B, FIELDS], records as in ``tiles``.
+
+        Their row is 0. Samples without queries or without keys are among them; those that are not within the limits
+        name no sample and stand last, and what lies behind the last offset is not listed: see ``tiles``.
+        """
+        return _cached(self, ("samples", limits), lambda: _whole(self, limits))
 
     def blocks(self, block: int) -> "Batch":
         """Each ``block`` rows of each sample, counted from its start, as a sample of their own; q and k the same."""
@@ -76,7 +96,7 @@ class Batch:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
+def _build(batch: Batch, side: str, block: int, sorted: bool, beyond: Limits | None) -> Tensor:
     q_lens, k_lens = _lengths(batch)
     own, rows = (q_lens, batch.q_rows) if side == "q" else (k_lens, batch.k_rows)
     if side == "q" and batch.q_offsets is None:
@@ -84,6 +104,8 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
     sample, row = _in_order(own, rows // block + own.shape[0], block)
     there = sample.clamp(min=0)
     rest = there == batch.size  # behind the last offset nothing is seen
+    if beyond is not None:
+        sample = torch.where(_within(beyond, q_lens, k_lens)[there] & ~rest, NO_SAMPLE, sample)
     q_len, k_len = q_lens[there], k_lens[there]
     q_len, k_len = (q_len, k_len.masked_fill(rest, 0)) if side == "q" else (q_len.masked_fill(rest, 0), k_len)
     q_start = torch.zeros_like(there) if batch.q_offsets is None else batch.q_offsets.long()[there]
@@ -94,6 +116,22 @@ def _build(batch: Batch, side: str, block: int, sorted: bool = True) -> Tensor:
         return records
     work = _visited(batch, side, q_lens, k_lens, sample, row, block)
     return records[torch.argsort(work, descending=True, stable=True)].contiguous()
+
+
+def _whole(batch: Batch, limits: Limits) -> Tensor:
+    q_lens, k_lens = (lens[:-1] for lens in _lengths(batch))
+    k_start = batch.k_offsets[:-1].long()
+    q_start = torch.zeros_like(k_start) if batch.q_offsets is None else batch.q_offsets[:-1].long()
+    there = _within(limits, q_lens, k_lens)
+    sample = torch.where(there, torch.arange(batch.size, device=q_lens.device), NO_SAMPLE)
+    unused = torch.zeros_like(sample)
+    records = torch.stack((sample, unused, q_start, q_lens, k_start, k_lens, unused, unused), 1).to(torch.int32)
+    work = torch.where(there, q_lens * k_lens + q_lens + k_lens, -1)
+    return records[torch.argsort(work, descending=True, stable=True)].contiguous()
+
+
+def _within(limits: Limits, q_lens: Tensor, k_lens: Tensor) -> Tensor:
+    return (q_lens <= limits.queries) & (k_lens <= limits.keys)
 
 
 def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -165,7 +203,7 @@ def _cached(batch: Batch, what: tuple, build):
         offsets, state = (batch.k_offsets, batch.q_offsets), (k_state, _state(batch.q_offsets))
     if None in state:
         return build()
-    key = (*what, state, batch.q_offsets is None, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
+    key = (state, what, batch.q_offsets is None, batch.q_rows, batch.k_rows, batch.left, batch.right, batch.shared)
     owner = offsets[0]
     entry = _kept.get(id(owner))
     if entry is None or entry[0]() is not owner:
@@ -197,7 +235,7 @@ def _state(offsets: Tensor) -> tuple | None:
 def _forget_older(lists: dict, state: tuple) -> None:
     """Drop lists whose offsets were written to since or are gone, and the oldest where there are many."""
     for key, (owners, _) in list(lists.items()):  # a copy: another thread may be adding
-        changed = any(old[0] == new[0] and old[1] != new[1] for old in key[2] for new in state)
+        changed = any(old[0] == new[0] and old[1] != new[1] for old in key[0] for new in state)
         if changed or any(owner() is None for owner in owners):
             lists.pop(key, None)
     while len(lists) >= _MOST_LISTS:

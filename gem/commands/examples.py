@@ -45,6 +45,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "gem train fixtures/training/synthetic.toml --set steps=20 --out results/few",
         ),
         ("on two processes", "torchrun --nproc-per-node 2 -m gem train fixtures/training/synthetic.toml"),
+        (
+            "the model cut over them, by a plan",
+            "torchrun --nproc-per-node 2 -m gem train \\\n"
+            "    fixtures/training/synthetic.toml --plan fixtures/training/plan.toml",
+        ),
     ),
     "report": (
         ("a saved document as tables again", "gem report ci/measured/h200/attention.json"),

@@ -92,9 +92,7 @@ def ops_page() -> str:
 
 
 def _has(found: Any) -> str:
-    if found is None:
-        return "–"
-    return f"yes ({found.note})" if found.note else "yes"
+    return "–" if found is None else "yes"
 
 
 def _signature(function: Callable[..., Any], name: str = "") -> str:

@@ -10,6 +10,7 @@ import typer
 
 from gem.commands.common import EXIT_INTERRUPTED, Device, check_outputs, show
 from gem.errors import RequestError
+from gem.train.starter import place as place_of_rank
 
 
 def train(
@@ -67,7 +68,8 @@ def train(
                 return
             with training.TrainingConsole(table.make_console(stderr=True), place) as console:
                 result = Run(checked, place, world, console).train(resume=not fresh)
-            document = training.document_of(result, checked, config.stem, environment.capture(world.device.type))
+            env = environment.capture(world.device.type)
+            document = training.document_of(result, checked, config.stem, env, world.size)
     except Ended as ended:
         _leave(ended.code)
     except KeyboardInterrupt:
@@ -81,7 +83,7 @@ def train(
 
 
 def _with_others() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return place_of_rank()[1] > 1
 
 
 def _leave(code: int) -> NoReturn:

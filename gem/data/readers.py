@@ -106,8 +106,8 @@ class Reader(IterableDataset[Samples]):
         """One line: what an epoch is, and what it leaves out."""
         size = "about " if self.plan.even else ""
         return (
-            f"{self.steps} steps an epoch on each of {self.plan.ranks} ranks, batches of {size}{self.batch} by "
-            f"{self.strategy}; {self.dropped} of {len(self.source)} samples dropped"
+            f"{self.steps} steps an epoch, dealt to {self.plan.ranks} rank{'s' * (self.plan.ranks > 1)}, batches of "
+            f"{size}{self.batch} by {self.strategy}; {self.dropped} of {len(self.source)} samples dropped"
         )
 
     def key(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from gem.harness.names import SLOWDOWN_PREFIX
 from gem.harness.timing import summarize
 
 ALONE = "alone"
-ENGINE = "copy_engine"
+ENGINE = "copy_engine"  # at the rate that SMs copy at
+UNPACED = "copy_engine_unpaced"
 
 
 def held_name(sms: int, moves: bool = True) -> str:
@@ -23,6 +24,7 @@ class Copied:
 
     copied: int  # bytes
     seconds: float
+    late_s: float = 0.0  # how far it was behind its schedule, at most
 
     @property
     def gbps(self) -> float:
@@ -55,6 +57,8 @@ def slowdown_metric(
     if copies:
         rates = summarize([one.gbps for one in copies])
         parts.append(f"{rates.median:.0f} GB/s copied ({min(rates.samples):.0f} to {max(rates.samples):.0f})")
+    if late := max((one.late_s for one in copies), default=0.0):
+        parts.append(f"behind its schedule by {late * 1e3:.2g} ms at most")
     parts += filter(None, [told])
     return Metric(f"{SLOWDOWN_PREFIX}{name}", found.median, ratios, "; ".join(parts))
 

@@ -36,6 +36,13 @@ STEADY = {
     "bytes_moved": 0.01,
     "largest_batch": 0.01,
     "peak_memory": 0.05,
+    # Of a model over ranks: what follows from its plan, to the byte and to the FLOP.
+    "bytes_sent": 0.01,
+    "memory_tables": 0.01,
+    "memory_dense": 0.01,
+    "memory_optimizer": 0.01,
+    "tables_over_v1": 0.01,
+    "flops_per_rank": 0.01,
 }
 BUSY_CORES = 0.3  # of other work: two runs one after the other then differ by more than any floor
 Trouble = Literal["missing", "failing", "failing in both"]
@@ -121,7 +128,7 @@ class Gate:
         counts = ", ".join(f"{self.count(kind)} {kind}" for kind in kinds if self.count(kind))
         if not self.compared:
             return f"nothing to compare: no row is good on both sides{f' ({counts})' if counts else ''}"
-        return f"{self.compared} rows over {self.rounds} round{'s' * (self.rounds > 1)}: {counts}"
+        return f"{row_count(self.compared)} over {self.rounds} round{'s' * (self.rounds > 1)}: {counts}"
 
 
 def compare(
@@ -175,6 +182,11 @@ def compare(
     gate.lines += _undeclared(declared, screen)
     gate.remarks += _remarks(pairs)
     return gate
+
+
+def row_count(rows: int) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{rows} row{'s' * (rows != 1)}"
 
 
 def round_changes(pairs: Sequence[Pair]) -> dict[Key, list[float]]:

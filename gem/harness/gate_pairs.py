@@ -14,8 +14,11 @@ _MACHINE = (
     "device", "gpu", "gpu_count", "capability", "driver", "power_limit_w", "cpu", "cpu_capability", "cores",
     "threads", "torch", "triton", "cuda", "numpy", "python",
 )  # fmt: skip
-_OPTIONS = ("peers", "impls", "lengths", "batch", "budget_s")
-_NOT_A_SETTING = ("GEM_COMMIT",)  # which commit it is, of sources without their repository
+_OPTIONS = ("peers", "impls", "lengths", "batch", "budget_s", "ranks", "data")  # the last two of trainings
+_TREES = ("config", "model")  # of trainings: told field by field
+# Which commit it is, of sources without their repository; what torch sets itself under torchrun; where a cache lies.
+_NOT_A_SETTING = ("GEM_COMMIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR")
+_NOT_SET = type("NotSet", (), {"__repr__": lambda self: "not set"})()
 PAIRED = "turns_with"  # see gate_rounds.py
 Key = tuple[str, str, str, str, str]  # suite, case, impl, direction, metric
 
@@ -126,22 +129,40 @@ def differences(pairs: Sequence[Pair]) -> list[str]:
         commits = list(dict.fromkeys(filter(None, (one.environment.get("git_commit") for one in documents))))
         if len(commits) > 1:
             found.append(f"commit of the {name}: {_short(commits[0])} against {_short(commits[1])}")
+    # A fixture that only one side ran on, or what an older document does not say, is no contradiction.
     for name in dict.fromkeys(name for one in facts for name in one):
-        # A fixture that only one side ran on, or what an older document does not say, is no contradiction.
-        values = [one[name] for one in facts if name in one]
-        other = next((value for value in values if value != values[0]), values[0])
-        if other != values[0]:
-            found.append(f"{name}: {_short(values[0])} against {_short(other)}")
+        found += _differing(name, [one[name] for one in facts if name in one])
     return found
+
+
+def _differing(name: str, values: Sequence[Any]) -> list[str]:
+    """``name: 1 against 2`` where the values differ; of settings and of the parts of a configuration one a field."""
+    tree = name == "settings" or name.startswith(tuple(f"request.{one}" for one in _TREES))
+    tree = tree and not name.endswith(".cuts")  # of a plan: a table that is not in it is cut in rows
+    if tree and all(isinstance(value, dict) for value in values):
+        found = []
+        for key in dict.fromkeys(key for value in values for key in value):
+            if name == "settings":  # whose document tells all that are set
+                inner = [value.get(key, _NOT_SET) for value in values]
+            else:
+                inner = [value[key] for value in values if key in value]
+            found += _differing(f"{name}.{key}", inner)
+        return found
+    other = next((value for value in values if value != values[0]), values[0])
+    return [] if other == values[0] else [f"{name}: {_short(values[0])} against {_short(other)}"]
 
 
 def _facts(document: Document) -> dict[str, Any]:
     env, request = document.environment, document.request
     settings = {name: value for name, value in (env.get("settings") or {}).items() if name not in _NOT_A_SETTING}
+    trees = {name: request[name] for name in _TREES if name in request}
+    if isinstance(config := trees.get("config"), dict):
+        trees["config"] = {"plan": None} | config  # no plan was once told by saying nothing of it
     return {
         **{name: env[name] for name in _MACHINE if name in env},
         **({"settings": settings} if "settings" in env else {}),
         **{f"request.{name}": request[name] for name in _OPTIONS if name in request},
+        **{f"request.{name}": tree for name, tree in trees.items()},
         **{f"fixture {name}": stats for name, stats in document.fixtures.items()},
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from gem.harness.gate import STEADY, TIMED, Gate, Line
+from gem.harness.gate import STEADY, TIMED, Gate, Line, row_count
 from gem.harness.gate_pairs import Pair
 from gem.harness.gate_stats import LOOKS, THRESHOLD
 from gem.harness.table import machine_text, quantity
@@ -34,7 +34,7 @@ def _sorted(gate: Gate) -> list[Line]:
 
 
 def _percent(share: float) -> str:
-    return "?" if not math.isfinite(share) else f"{100 * share:+.1f} %"
+    return "?" if not math.isfinite(share) else f"{round(100 * share, 1) + 0.0:+.1f} %"  # no -0.0
 
 
 def _cells(line: Line) -> list[str]:
@@ -74,9 +74,11 @@ def remarks(gate: Gate, differing: list[str]) -> list[str]:
         judging = "only those judge them" if gate.confirm_rounds >= LOOKS[0] else f"{LOOKS[0]} are wanted to judge them"
         said.append(f"suspects were run for {gate.confirm_rounds} fresh rounds, and {judging}")
     if gate.count("ambiguous"):
-        said.append(f"ambiguous: too noisy, or too few rounds, to tell ({gate.count('ambiguous')} rows); no failure")
+        said.append(
+            f"ambiguous: too noisy, or too few rounds, to tell ({row_count(gate.count('ambiguous'))}); no failure"
+        )
     if gate.skipped:
-        said.append(f"{gate.skipped} rows skipped on both sides")
+        said.append(f"{row_count(gate.skipped)} skipped on both sides")
     return said + [f"new: {what}" for what in gate.added]
 
 

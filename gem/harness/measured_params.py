@@ -170,7 +170,8 @@ class ContentionParams(Params):
     """Work on one GPU, alone and beside copies: by a kernel that holds SMs, and by the copy engine, all in turns.
 
     `sms`: numbers of SMs held, each copying its part of `gbps` GB/s (what NVLink carries), 0 = held by nobody, which
-    shows the noise. `idle`: held and copying nothing. `engine`: also copies by the copy engine, as fast as it goes.
+    shows the noise. `idle`: held and copying nothing. `engine`: also copies by the copy engine, of `gbps` too;
+    `unpaced`: and as fast as it goes, which within one GPU is some four times what NVLink carries.
     `gemm` is a product of [M, K] and [K, N], `gdpa` the forward on a fixture's lengths. A turn is `turn_ms` of calls,
     back to back.
     """
@@ -184,6 +185,7 @@ class ContentionParams(Params):
     sms: Annotated[tuple[NotNegative, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (0, 1, 8, 24)
     idle: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = ()
     engine: bool = True
+    unpaced: bool = False
     gbps: Annotated[Finite, Field(gt=0)] = 240.0
     turn_ms: Annotated[Finite, Field(gt=0, le=100)] = 10.0
     budget_s: Annotated[Finite, Field(gt=0)] = 3.0

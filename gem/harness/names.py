@@ -22,7 +22,7 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a result row: its unit ('' for a plain number), which way is better, digits to show of it."""
+    """A metric of a result row: its unit ('' for a plain number), which way is better, digits to show (0: whole)."""
 
     unit: str
     better: Better
@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
     "largest_batch": Metric("x", "lower"),  # samples of the largest batch over the mean: what memory must allow for
     "samples_per_s": Metric("1/s", "higher"),  # through the readers, on one core
     # of ranks
-    "ranks": Metric("", "higher"),  # processes that train one model together
+    "ranks": Metric("", "higher", 0),  # processes that train one model together
     "work_ratio": Metric("share", "higher"),  # CPU time of one process for a rank's share over the heaviest rank's
     "cpu_ms": Metric("ms", "lower"),  # CPU time of a step, of the rank that needs most
     "flops_per_rank": Metric("FLOP", "lower"),  # useful, of a step, mean of the ranks

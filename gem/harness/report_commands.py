@@ -16,17 +16,25 @@ DROPPED = frozenset({"-k", "--json", "--html", "-v", "--verbose", "--resume"})
 def run_command(request: dict[str, Any]) -> str:
     """What was typed, quoted for a shell; '' where the document does not say."""
     words = _words(request)
-    return shlex.join(["gem", *words]) if words else ""
+    return shlex.join([*_starter(request), *words]) if words else ""
 
 
 def case_command(request: dict[str, Any], suite: str, case: str) -> str:
     """``gem run suites/throughput/gdpa.toml::name --budget 1``: runs that case alone, as it was run."""
     words = _words(request)
     if words[:1] == ["train"] or suite == "train":
-        return shlex.join(["gem", *(words or ["train"])])
+        return shlex.join([*_starter(request), *(words or ["train"])])
     where = f"{suite}::{case}"
     kept = _options(words[1:]) if words[:1] == ["run"] else []
     return shlex.join(["gem", "run", where if not where.startswith("-") else f"./{where}", *kept])
+
+
+def _starter(request: dict[str, Any]) -> list[str]:
+    """What starts the program: torchrun where a training had several ranks."""
+    ranks = request.get("ranks")
+    if isinstance(ranks, int) and ranks > 1:
+        return ["torchrun", "--nproc-per-node", str(ranks), "-m", "gem"]
+    return ["gem"]
 
 
 def _words(request: dict[str, Any]) -> list[str]:

@@ -28,9 +28,9 @@ DRAWN: tuple[tuple[str, float, str, str], ...] = (
         "No speed-up: it knows no waiting and no network, and the ranks share what cores there are",
     ),
     ("cpu_ms", 1.0, "ms", "CPU time of a step, of the rank that needs most"),
-    ("bytes_sent", 1e-6, "MB", "to other ranks in a step, of the rank that sends most"),
-    ("memory_tables", 1e-6, "MB", "weights and optimizer state of the tables, of the rank that holds most"),
-    ("memory_dense", 1e-6, "MB", "dense parameters between steps, of the rank that holds most"),
+    ("bytes_sent", 2**-20, "MiB", "to other ranks in a step, of the rank that sends most"),
+    ("memory_tables", 2**-20, "MiB", "weights and optimizer state of the tables, of the rank that holds most"),
+    ("memory_dense", 2**-20, "MiB", "dense parameters between steps, of the rank that holds most"),
 )  # fmt: skip
 
 

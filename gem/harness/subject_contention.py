@@ -1,8 +1,8 @@
 """Work on one GPU beside copies, as a measured subject: what SMs that a copy holds cost, and what a copy engine costs.
 
 Alone and beside every neighbour in turns: in each round each has one turn, another first. A turn begins when the
-neighbour runs and counts only if it still does at the end. Nothing here waits for the whole device, which would wait
-for the neighbour too; the neighbours end by themselves (gem.kernels.hold, or a number of copies).
+neighbour runs and counts only if it still does at the end, and copied what it should. Nothing here waits for the whole
+device, which would wait for the neighbour too.
 """
 
 import math
@@ -17,6 +17,7 @@ from gem.data.lengths import load_profile
 from gem.harness.contention import (
     ALONE,
     ENGINE,
+    UNPACED,
     Copied,
     gain_metrics,
     held_name,
@@ -28,13 +29,18 @@ from gem.harness.contention import (
 from gem.harness.measured import Metric, Report
 from gem.harness.measured_params import ContentionParams
 from gem.harness.nvml import Gpu
+from gem.harness.paced import Pacer
 from gem.harness.params import GdpaParams
 from gem.harness.subjects import Subject, build_inputs
 from gem.harness.timing import MIN_ROUNDS
 from gem.harness.worker import Unsupported
 from gem.sharding.copy_engine import CopyEngine, NoCopyEngine
 
-COPY_BYTES = 64 << 20  # a copy of the copy engine
+COPY_BYTES = 64 << 20  # a copy of the copy engine, unpaced
+# Of one that is paced: 35 us at 240 GB/s, several times what it takes to queue it, and a fraction of a tile's work.
+PIECE_BYTES = 8 << 20
+PIECES = 32  # of a round through memory: far more than caches hold
+LEAST_RATE = 0.9  # of what is asked of the copy engine; a turn in which it copied less does not count
 WARM_UP = 3  # turns of each before those that count
 PROOF_S = 0.2  # how long all SMs are held while a copy has to arrive
 TILE = 128, 256  # of a large product on Hopper, as libraries mostly choose
@@ -44,12 +50,14 @@ BACKLOG_US = 200  # of sleep before a turn, in which its launches are queued
 class Neighbour(Protocol):
     """What runs beside a turn."""
 
+    missed: str  # why a turn did not count
+
     def start(self, expected_ms: float) -> None:
         """Begin, and return when it runs; it goes on for longer than ``expected_ms``."""
         ...
 
     def stop(self) -> Copied | None:
-        """End. None where it had ended before: the turn does not count."""
+        """End. None where it was not there for the whole turn, which then does not count."""
         ...
 
 
@@ -96,7 +104,9 @@ class _Bench:
         try:
             engine = CopyEngine()
             self.engine_note = prove(engine, self.holder, self.sms)
-            self.neighbours[ENGINE] = _Copying(engine, self.device)
+            self.neighbours[ENGINE] = _PacedCopying(engine, self.device, self.params.gbps)
+            if self.params.unpaced:
+                self.neighbours[UNPACED] = _Copying(engine, self.device)
         except NoCopyEngine as reason:
             self.engine_note = f"no copy engine: {reason}"
 
@@ -137,7 +147,8 @@ class _Bench:
         found = [Metric("ms", statistics.median(alone), tuple(alone), note)]
         told = {held_name(n): self._by_size(n) for n in p.sms}
         told |= {held_name(n, False): f"nothing copied; {self._by_size(n)}" for n in p.idle}
-        told[ENGINE] = self.engine_note
+        told[ENGINE] = f"in pieces of {PIECE_BYTES >> 20} MiB; {self.engine_note}"
+        told[UNPACED] = "as fast as it goes"
         slowed: dict[str, tuple[float, ...]] = {}
         for name in self.neighbours:
             slowed[name] = slowdowns(alone, samples[name])
@@ -160,7 +171,7 @@ class _Bench:
         return f"{split}, {tiles} tiles of {TILE[0]} x {TILE[1]} in waves {waves:.3f}"
 
     def _beside(self, name: str) -> float:
-        """ms of a call beside the neighbour; RuntimeError where it never lasts as long as the turn."""
+        """ms of a call beside the neighbour; RuntimeError where it is never there for a whole turn."""
         neighbour = self.neighbours[name]
         expected = self.expected.get(name, 4.0 * self.alone_ms * self.calls)
         for _ in range(4):
@@ -175,7 +186,7 @@ class _Bench:
                 return ms
             expected *= 2
             self.repeated[name] = self.repeated.get(name, 0) + 1
-        raise RuntimeError(f"{name}: it ended before the turn did, four times")
+        raise RuntimeError(f"{name}: {neighbour.missed}, four times")
 
     def _window(self, calls: int) -> float:
         """ms of a call, of so many back to back on the current stream."""
@@ -192,7 +203,9 @@ class _Bench:
 
 
 class _Holding:
-    """SMs held by gem.kernels.hold."""
+    """SMs held by gem.kernels.hold, which ends by itself."""
+
+    missed = "it ended before the turn did"
 
     def __init__(self, holder, count: int, gbps: float, moves: bool) -> None:
         self.holder, self.count, self.gbps, self.moves = holder, count, gbps, moves
@@ -210,7 +223,9 @@ class _Holding:
 
 
 class _Copying:
-    """Copies by the copy engine, one after the other."""
+    """Copies by the copy engine, one after the other, a number of them."""
+
+    missed = "it ended before the turn did"
 
     def __init__(self, engine: CopyEngine, device: torch.device) -> None:
         self.engine = engine
@@ -243,6 +258,37 @@ class _Copying:
         early = end.query()
         end.synchronize()
         return None if early else Copied(self._count * COPY_BYTES, begin.elapsed_time(end) * 1e-3)
+
+
+class _PacedCopying:
+    """Copies by the copy engine, of as many bytes a second as SMs are to copy, until told to stop."""
+
+    def __init__(self, engine: CopyEngine, device: torch.device, gbps: float) -> None:
+        self.engine, self.gbps, self._pacer = engine, gbps, Pacer()
+        self.missed = f"it copied less than {LEAST_RATE:g} of {gbps:g} GB/s"
+        self.stream = torch.cuda.Stream(device)
+        both = (torch.ones(PIECES, PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        self._pieces = list(zip(*both, strict=True))
+        self._edges = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+
+    def _queue(self, number: int) -> None:
+        if not number:
+            # A call of CUDA's runtime first: it gives the thread its context, which the driver's own calls do not.
+            self._edges[0].record(self.stream)
+        target, source = self._pieces[number % PIECES]
+        self.engine.copy(target, source, self.stream.cuda_stream)
+
+    def start(self, expected_ms: float) -> None:
+        self._pacer.start(self._queue, PIECE_BYTES / self.gbps * 1e-9, lambda: self._edges[1].record(self.stream))
+        self._edges[0].synchronize()
+
+    def stop(self) -> Copied | None:
+        pace = self._pacer.stop()
+        begin, end = self._edges
+        end.synchronize()
+        copied = Copied(pace.pieces * PIECE_BYTES, begin.elapsed_time(end) * 1e-3, pace.latest_s)
+        return copied if copied.gbps >= LEAST_RATE * self.gbps else None
 
 
 def prove(engine: CopyEngine, holder, sms: int) -> str:

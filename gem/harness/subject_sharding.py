@@ -64,17 +64,18 @@ def _work(params: ShardingParams, alone: Found, found: Sequence[Found]) -> list[
         Metric("ranks", params.ranks),
         Metric(
             "work_ratio", share / cpu[heaviest],
-            note=f"one process {1e3 * share:.1f} ms for {of}; of CPU time, so no speed-up",
+            note=f"work_ratio: one process {1e3 * share:.1f} ms for {of}; of CPU time, so no speed-up",
         ),
         Metric(
             "cpu_ms", 1e3 * cpu[heaviest], tuple(1e3 * s for s in found[heaviest].cpu_s),
-            note=f"mean of ranks {1e3 * statistics.mean(cpu):.1f}",
+            note=f"cpu_ms: mean of ranks {1e3 * statistics.mean(cpu):.1f}",
         ),
         Metric("flops_per_rank", mean),
         Metric("max_over_mean", max(flops) / mean),
         Metric(
             "collectives_ms", 1e3 * collectives,
-            note=f"of {1e3 * wall:.0f} ms; most of it waiting for ranks without a core" if params.ranks > 1 else "",
+            note=f"collectives_ms: of {1e3 * wall:.0f} ms on the wall, most of it waiting for ranks without a core"
+            if params.ranks > 1 else "",
         ),
     ]  # fmt: skip
 

@@ -3,7 +3,9 @@
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -56,18 +58,24 @@ def _list_table(suite: str, cases: list[AnyCase], facts: Facts) -> Table:
     title = f"{suite} · {cases[0].kind} of {cases[0].subject} · {len(cases)} case{'s' * (len(cases) > 1)}"
     op = isinstance(cases[0], Case)  # a suite has one subject, so all are, or none is
     middle = ("fixture", "params", "directions") if op else ("params",)
-    table = _table(title, "case", *middle, "peers", "needs", "here")
-    for case in cases:
+    told, common = ([params_text(case) for case in cases], "") if op else params_apart(cases)
+    about = any(case.description for case in cases)
+    table = _table(
+        f"{title}\nof each: {common}" if common else title, "case", *middle, "peers", "needs", "here",
+        *(("about",) if about else ()),
+    )  # fmt: skip
+    for case, params in zip(cases, told, strict=True):
         reason = check_needs(case.needs, facts)
         directions = (", ".join(case.directions),) if isinstance(case, Case) else ()
         table.add_row(
             case.name,
             *((fixture_text(case.fixture),) if isinstance(case, Case) else ()),
-            params_text(case),
+            params,
             *directions,
             ", ".join(case.peers),
             case.needs or "",
             Text("yes", style="green") if reason is None else Text(f"no: {reason}", style="yellow"),
+            *((case.description,) if about else ()),
         )
     return table
 
@@ -82,21 +90,43 @@ def fixture_text(fixture: str) -> str:
 
 def params_text(case: AnyCase) -> str:
     """What differs from the default; of an op the shape and the dtype in any case."""
-    params, shown, told = case.params, [], ()
-    if isinstance(params, SubjectParams):
-        told = ("heads", "head_dim", "dtype")
-        shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
-    for name, info in type(params).model_fields.items():
-        value = getattr(params, name)
-        if name in told or value == info.get_default(call_default_factory=True):
-            continue
+    params = case.params
+    if not isinstance(params, SubjectParams):
+        return " ".join(_chosen(case).values())
+    shown = [f"H {params.heads}", f"D {params.head_dim}", params.dtype]
+    return " ".join(
+        [*shown, *(text for name, text in _chosen(case).items() if name not in ("heads", "head_dim", "dtype"))]
+    )
+
+
+def params_apart(cases: list[AnyCase]) -> tuple[list[str], str]:
+    """(of each case what differs from the default and is not all cases', what is all cases')."""
+    told = [_chosen(case) for case in cases]
+    several = len(cases) > 1
+    common = {name: text for name, text in told[0].items() if several and all(one.get(name) == text for one in told)}
+    apart = [" ".join(text for name, text in one.items() if name not in common) for one in told]
+    return apart, " ".join(common.values())
+
+
+def _chosen(case: AnyCase) -> dict[str, str]:
+    """Name of each param that is not the default, of a table's each field -> name and value in words."""
+    fields = type(case.params).model_fields.items()
+    usual = _texts({name: info.get_default(call_default_factory=True) for name, info in fields})
+    told = _texts({name: getattr(case.params, name) for name, _ in fields})
+    return {name: text for name, text in told.items() if text != usual.get(name)}
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """In words, tables field by field."""
+    found = {}
+    for name, value in values.items():
         if isinstance(value, bool):
-            shown.append(name if value else f"no {name}")
+            found[name] = name if value else f"no {name}"
         elif isinstance(value, dict):
-            shown += [f"{name}.{key} {one}" for key, one in value.items()]
+            found |= _texts({f"{name}.{key}": one for key, one in value.items()})
         else:
-            shown.append(f"{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
-    return " ".join(shown)
+            found[name] = f"{name} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
+    return found
 
 
 # ---- gem run
@@ -174,15 +204,16 @@ def lines_of(rows: list[Row]) -> list[Line]:
 
 
 def quantity(metric: str, value: float | None) -> str:
-    """A metric's value as people read it: shares in per cent, bytes in MiB or GiB, the rest as a number."""
+    """A metric's value as people read it: shares in per cent, bytes in B to GiB, the rest as a number."""
     known = names.metric(metric)
     if value is None or known is None:
         return number(value)
     if known.unit == "share":
         return f"{number(100 * value)} %"
-    if known.unit == "B" and value >= 2**20:
-        return f"{number(value / 2**30)} GiB" if value >= 2**30 else f"{number(value / 2**20)} MiB"
-    return number(value, known.digits)
+    if known.unit == "B":
+        size, unit = next(((s, u) for s, u in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if value >= 2**s), (0, "B"))
+        return f"{number(value / 2**size)} {unit}" if size else f"{value:,.0f} B"
+    return number(value, known.digits) if known.digits else f"{value:,.0f}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

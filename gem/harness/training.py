@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -113,15 +113,16 @@ def evaluation_text(found: Evaluation) -> str:
     return "validation  " + ";  ".join(parts)
 
 
-def document_of(result: Result, config: TrainConfig, name: str, environment: dict[str, Any]) -> Document:
-    """The results of a run: case ``name`` has its speed, ``name.<task>`` the quality of the last evaluation."""
+def document_of(result: Result, config: TrainConfig, name: str, environment: dict[str, Any], ranks: int) -> Document:
+    """The results of a run of ``ranks`` processes: case ``name`` has its speed, ``name.<task>`` the quality of the last
+    evaluation."""
     rows: list[Row] = []
 
-    def add(case: str, metric: str, value: float, reason: str = "") -> None:
+    def add(case: str, metric: str, value: float, reason: str = "", samples: Sequence[float] = ()) -> None:
         known = names.METRICS[metric]
         rows.append(
             Row(suite=SUITE, case=case, impl="gem", direction="", metric=metric, value=value, unit=known.unit,
-                better=known.better, status="pass", reason=reason)
+                better=known.better, status="pass", reason=reason, samples=list(samples))
         )  # fmt: skip
 
     waterfalls = {}
@@ -129,7 +130,10 @@ def document_of(result: Result, config: TrainConfig, name: str, environment: dic
     if speed is not None:
         for metric in ("samples_per_s", "local_mfu", "e2e_mfu", "scaling_ratio", "input_wait"):
             if (value := getattr(speed, metric, None)) is not None:  # what is of layers is not there with a plan
-                add(name, "qps" if metric == "samples_per_s" else metric, value)
+                if metric == "samples_per_s":  # of each report but the first, which warms up
+                    add(name, "qps", value, samples=[one.samples_per_s for one in result.progress[1:]])
+                else:
+                    add(name, metric, value)
         key = waterfall_key(f"{SUITE}::{name}", "gem")
         waterfalls[key] = [WaterfallPart.model_validate(asdict(one)) for one in speed.waterfall]
     if result.progress:
@@ -146,8 +150,8 @@ def document_of(result: Result, config: TrainConfig, name: str, environment: dic
         add(case, "auc", one["auc"], why or near)
         add(case, "calibration", abs(one["calibration"] - 1), why)
     request = {
-        "steps": result.steps, "from_step": result.resumed_at or 0, "parameters": result.parameters,
-        "data": result.described, "config": config.model_dump(mode="json", exclude_none=True),
+        "steps": result.steps, "from_step": result.resumed_at or 0, "ranks": ranks, "parameters": result.parameters,
+        "data": result.described, "config": config.model_dump(mode="json"),
         "model": config.sizes().model_dump(mode="json"),
     }  # fmt: skip
     ceilings = {} if speed is None else {"tflops": {"peak": speed.peak / 1e12}}

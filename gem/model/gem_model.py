@@ -4,7 +4,7 @@ Legend: B samples, M tokens of non-sequence features, N summaries of the history
 ask), E width of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +24,7 @@ from gem.model.work import Work, linear
 
 Lookup = Callable[[Tensor, Tensor], Tensor]  # (ids […], table [rows, E]) to […, E]
 Read = Callable[[list[tuple[str, Tensor]]], list[Tensor]]  # (table's name, ids […]) to […, E], for each
+_BLOCK = 2**20  # rows of a table that are drawn at once
 Rows = dict[tuple[str, str], Tensor]  # by sequence ("" where there is none) and feature
 
 
@@ -57,9 +58,7 @@ class GemModel(nn.Module):
         self.compiled = False
         self.read = read or self._read_own
         own = schema.tables if read is None else ()
-        self.tables = nn.ParameterDict(
-            {key(table.name): nn.Parameter(torch.randn(table.rows, config.table_dim) * 0.05) for table in own}
-        )
+        self.tables = nn.ParameterDict({key(t.name): nn.Parameter(_table(t.rows, config.table_dim)) for t in own})
         self.project = nn.ModuleDict(
             {key(table.name): nn.Linear(config.table_dim, config.dim, bias=False) for table in schema.tables}
         )
@@ -236,6 +235,19 @@ class _Head(nn.Module):
 
     def flops(self, work: Work) -> float:
         return work.samples * sum(linear(1, f.in_features, f.out_features) for f in _linears(self.layers))
+
+
+def initial_rows(rows: int, dim: int) -> Iterator[tuple[int, Tensor]]:
+    """(first row, [N, dim]): what a table begins with, block by block: who keeps a part has no room for the whole."""
+    for first in range(0, rows, _BLOCK):
+        yield first, torch.randn(min(_BLOCK, rows - first), dim).mul_(0.05)
+
+
+def _table(rows: int, dim: int) -> Tensor:
+    found = torch.empty(rows, dim)
+    for first, block in initial_rows(rows, dim):
+        found[first : first + len(block)] = block
+    return found
 
 
 def widened(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class ShardedMixture(nn.Module):
         parts, everything = group.wire.size, len(mixture.experts)
         if everything % parts:
             raise RequestError(
-                f"{everything} experts a layer over expert = {parts} ranks; accepted: a number of ranks that divides it"
+                f"plan.expert = {parts}: {everything} experts a layer; accepted: a number of ranks that divides it"
             )
         local = everything // parts
         self.group, self.first = group, group.wire.rank * local
@@ -55,11 +55,14 @@ class ShardedMixture(nn.Module):
         room = self.group.room
         if len(x_BME) > room:
             raise ValueError(f"{len(x_BME)} samples, {room} were expected: call ExpertGroup.expect before each forward")
-        x = _Gather.apply(x_BME, room, self.group.wire)
-        share = _Gather.apply(share_BX, room, self.group.wire)[:, self.first : self.first + len(self.experts)]
+        # Under autocast some layers give fp32: what travels is in the run's precision all the same.
+        kind = x_BME.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BME.dtype
+        x = _Gather.apply(x_BME.to(dtype), room, self.group.wire)
+        share = _Gather.apply(share_BX.to(dtype), room, self.group.wire)[:, self.first : self.first + len(self.experts)]
         found = torch.stack([expert(x) for expert in self.experts], 1)
         mixed = (found * share[:, :, None, None].to(found.dtype)).sum(1)
-        return _Scatter.apply(mixed, len(x_BME), self.group.wire)  # type: ignore[no-any-return]
+        return _Scatter.apply(mixed.to(dtype), len(x_BME), self.group.wire)  # type: ignore[no-any-return]
 
     def flops(self, work: Work) -> float:
         """Forward, of a rank's share: its experts on the group's samples."""

@@ -8,7 +8,7 @@ Legend: N ids asked for, U of them distinct, B bags (samples of a request), X ba
 R rows of a shard, D columns of a table, W of them on a rank, G owners, C groups of tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from gem.sharding.adagrad import picked
 from gem.sharding.routes import Lane, Roads, Route, Sums, bags, ends, in_order
 
+Arrived = Callable[[], Sequence[Tensor]]  # waits for the shards [R, W] by group, which nobody else may have then
 _FULL = 0.7  # share of bags with ids from which on empty ones travel too, which saves to say which are not
 
 
@@ -34,10 +35,8 @@ class Asked(NamedTuple):
 class RowRoute(Route):
     """One batch's rows, one for each id. Every rank makes one, and calls ``gradients`` once."""
 
-    def __init__(
-        self, roads: Roads, numbered: Sequence[Tensor | None], shards: Sequence[Tensor], device: torch.device
-    ) -> None:
-        """``numbered``: ids of all requests by group, in the group's numbers. ``shards``: [R, W] by group."""
+    def __init__(self, roads: Roads, numbered: Sequence[Tensor | None], arrived: Arrived, device: torch.device) -> None:
+        """``numbered``: ids of all requests by group, in the group's numbers."""
         self.lanes: list[RowLane] = [RowLane(roads, number, ids, device) for number, ids in enumerate(numbered)]
         super().__init__(roads, self.lanes, device)
         counts = [[lane.to[rank] for lane in self.lanes] for rank in range(roads.wire.size)]
@@ -47,6 +46,7 @@ class RowRoute(Route):
         else:
             flat = self.in_turns([lane.addresses for lane in self.lanes], roads.id_type)
         wait = self.swap_ids(flat, counts, received)
+        shards = arrived()
         own = [picked(shard, lane.addresses[-1]) for shard, lane in zip(shards, self.lanes, strict=True)]
         found = wait()
         shapes = [[(count, 1) for count in received[rank]] for rank in roads.others]
@@ -54,6 +54,7 @@ class RowRoute(Route):
             lane.asked = found if len(self.lanes) == 1 else torch.cat(parts).view(-1) if parts else lane.asked
             lane.asked_by = [len(part) for part in parts]
         flat = self.give([picked(shard, lane.asked) for shard, lane in zip(shards, self.lanes, strict=True)])
+        del shards  # their memory, before rows travel
         if roads.plain:
             (lane,), away = self.lanes, self.lanes[0].outgoing.shape[0]
             lane.handed = own[0].new_empty(sum(lane.to), lane.width)
@@ -120,9 +121,7 @@ class RowLane(Lane):
 class BagRoute(Route):
     """One batch's sums of rows, one for each bag. Every rank makes one, and calls ``gradients`` once."""
 
-    def __init__(
-        self, roads: Roads, asked: Sequence[Asked | None], shards: Sequence[Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, roads: Roads, asked: Sequence[Asked | None], arrived: Arrived, device: torch.device) -> None:
         self.lanes: list[BagLane] = [BagLane(roads, number, one, device) for number, one in enumerate(asked)]
         super().__init__(roads, self.lanes, device)
         ranks = range(roads.wire.size)
@@ -130,7 +129,7 @@ class BagRoute(Route):
         received = self.swap_counts(counts)
         both = [part for lane in self.lanes for part in (lane.lengths, lane.addresses)]
         wait = self.swap_ids(self.in_turns(both, roads.id_type), counts, received)
-        dtype, pairs = roads.dtype, list(zip(self.lanes, shards, strict=True))
+        dtype, pairs = roads.dtype, list(zip(self.lanes, arrived(), strict=True))
         own = [bags(shard, lane.addresses[-1], ends(lane.lengths[-1]), dtype) for lane, shard in pairs]
         found = wait()
         parts = iter(found.split([n for rank in roads.others for n in received[rank]]))
@@ -141,6 +140,7 @@ class BagRoute(Route):
             if mine:
                 lane.asked_lengths, lane.asked = (torch.cat(list(x)) for x in zip(*mine, strict=True))
         flat = self.give([bags(shard, lane.asked, ends(lane.asked_lengths), dtype) for lane, shard in pairs])
+        del pairs  # with the shards' memory, before sums travel
         first = self.lanes[0]
         if roads.plain and first.kept_K is None and first.whole:  # straight to where it is handed out
             away = first.bags - own[0].shape[0]

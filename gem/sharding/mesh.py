@@ -13,10 +13,11 @@ experts on NVLink, parameters within a zone, gradients of replicas across zones)
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,9 +25,11 @@ from gem.errors import RequestError
 
 Tier = Literal["gpu", "host", "zone", "cluster"]
 Tables = Literal["v1", "v2", "v3"]
+_TIERS: tuple[Tier, ...] = get_args(Tier)  # from the fastest
 # What the links of each tier are called where the technique comes from.
 LINKS: dict[Tier, str] = {
-    "gpu": "none", "host": "NVLink", "zone": "the zone's network", "cluster": "the network between zones",
+    "gpu": "none", "host": "links within a host (GPUs: NVLink)", "zone": "the zone's network",
+    "cluster": "the network between zones",
 }  # fmt: skip
 
 
@@ -57,7 +60,8 @@ class Cluster:
         return "zone" if len({rank // (self.gpus * self.hosts) for rank in ranks}) == 1 else "cluster"
 
     def __str__(self) -> str:
-        return f"{self.zones} zones of {self.hosts} hosts of {self.gpus} GPUs"
+        hosts = f"{_count(self.hosts, 'host')}{' a zone' * (self.zones > 1)}"
+        return f"{_count(self.zones, 'zone')}, {hosts}, {_count(self.gpus, 'rank')} a host"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Plan:
     table_replicas: int = 1  # groups that work at the tables side by side
 
     def __str__(self) -> str:
-        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+        """As fields of ``[plan]``."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{name} = {toml(value)}" for name, value in told.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -87,43 +93,73 @@ class Collective:
         return f"{self.what}: {self.ranks} ranks ({self.dimension}) over {LINKS[self.tier]}"
 
 
-def complete(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan with its ``shard``; RequestError that names the nearest possible plan where it does not fit."""
-    if plan.shard is None and plan.replicate >= 1 and cluster.size % plan.replicate == 0:
-        plan = replace(plan, shard=cluster.size // plan.replicate)
-    wrong = _misfit(plan, cluster)
-    if wrong:
-        near = min(plans(cluster, plan.tables), key=lambda other: _distance(plan, other, cluster))
-        raise RequestError(f"plan for {cluster.size} ranks ({cluster}): {wrong}; the nearest possible plan: {near}")
+def complete(plan: Plan, cluster: Cluster, experts: int | None = None, more: str = "") -> Plan:
+    """The plan with its ``shard``; RequestError that names the nearest plan that fits where this one does not.
+
+    ``experts``: of a layer of the model, where that is known. ``more``: what else the plan says, as fields of
+    ``[plan]`` that the nearest one keeps.
+    """
+    plan = _with_shard(plan, cluster)
+    if wrong := _misfit(plan, cluster, experts):
+        near = ", ".join(filter(None, (str(nearest(plan, cluster, experts)), more)))
+        raise RequestError(
+            f"{wrong} ({_count(cluster.size, 'rank')}: {cluster}); accepted, as the nearest that fits: {near}"
+        )
     return plan
 
 
-def plans(cluster: Cluster, tables: Tables) -> Iterator[Plan]:
-    """Every plan that fits."""
+def _with_shard(plan: Plan, cluster: Cluster) -> Plan:
+    if plan.shard is None and plan.replicate >= 1 and cluster.size % plan.replicate == 0:
+        return replace(plan, shard=cluster.size // plan.replicate)
+    return plan
+
+
+def nearest(plan: Plan, cluster: Cluster, experts: int | None = None) -> Plan:
+    """Of the plans that fit; itself, with its ``shard``, where it does."""
+    wanted = _with_shard(plan, cluster)
+    return min(plans(cluster, plan.tables, experts), key=lambda other: _distance(wanted, other, cluster))
+
+
+def plans(cluster: Cluster, tables: Tables, experts: int | None = None) -> Iterator[Plan]:
+    """Every plan that fits; with ``experts`` a layer, where that is said."""
     parts = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
     for replicate, expert, groups in itertools.product(parts, parts, parts):
         shard = cluster.size // replicate
         plan = Plan(replicate, shard, expert, tables, groups)
-        if not _misfit(plan, cluster):
+        if not _misfit(plan, cluster, experts):
             yield plan
 
 
-def _misfit(plan: Plan, cluster: Cluster) -> str:
+def _misfit(plan: Plan, cluster: Cluster, experts: int | None) -> str:
     """What does not fit, or nothing."""
     size = cluster.size
     for name in ("replicate", "shard", "expert", "table_replicas"):
         if (value := getattr(plan, name)) is not None and value < 1:
-            return f"{name} = {value}, accepted: 1 or more"
-    if plan.shard is None or plan.replicate * plan.shard != size:
-        shard = "" if plan.shard is None else f" times shard = {plan.shard}"
-        return f"replicate = {plan.replicate}{shard} does not make {size}"
+            return f"plan.{name} = {value} is less than 1"
+    if plan.shard is None:
+        return f"plan.replicate = {plan.replicate} does not divide {size} ranks"
+    if plan.replicate * plan.shard != size:
+        return f"plan.replicate = {plan.replicate} times plan.shard = {plan.shard} is not {size} ranks"
     if plan.shard % plan.expert:
-        return f"expert = {plan.expert} does not divide shard = {plan.shard}"
+        return f"plan.expert = {plan.expert} does not divide plan.shard = {plan.shard}"
+    if experts is not None and experts % plan.expert:
+        return f"plan.expert = {plan.expert} does not divide model.experts = {experts}"
     if plan.tables == "v1" and plan.table_replicas != 1:
-        return f"tables v1 lie once on all ranks, table_replicas = {plan.table_replicas}"
+        return f'plan.table_replicas = {plan.table_replicas}, and plan.tables = "v1" lie once on all ranks'
     if size % plan.table_replicas:
-        return f"table_replicas = {plan.table_replicas} does not divide {size}"
+        return f"plan.table_replicas = {plan.table_replicas} does not divide {size} ranks"
     return ""
+
+
+def toml(value: Any) -> str:
+    """A plain value as TOML has it, on one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{toml(name)} = {toml(inner)}' for name, inner in value.items())} }}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _distance(wanted: Plan, other: Plan, cluster: Cluster) -> float:
@@ -133,7 +169,7 @@ def _distance(wanted: Plan, other: Plan, cluster: Cluster) -> float:
         (wanted.replicate, other.replicate), (shard, other.shard), (wanted.expert, other.expert),
         (wanted.table_replicas, other.table_replicas),
     )  # fmt: skip
-    return sum(abs(math.log2(max(a, 0.5) / (b or 1))) for a, b in pairs)
+    return sum(abs(math.log2(max(a, 0.5)) - math.log2(b or 1)) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -143,12 +179,15 @@ class _Axes:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def group(self, *names: str) -> list[int]:
-        """Ranks of rank 0's group along these dimensions."""
-        ranks = [0]
+    def groups(self, along: str) -> list[list[int]]:
+        """Ranks of each group along this dimension."""
+        found: list[list[int]] = [[0]]
         for name, size in zip(self.names, self.sizes, strict=True):
-            ranks = [rank * size + i for rank in ranks for i in range(size if name in names else 1)]
-        return ranks
+            if name == along:
+                found = [[rank * size + i for rank in group for i in range(size)] for group in found]
+            else:
+                found = [[rank * size + i for rank in group] for group in found for i in range(size)]
+        return found
 
 
 def _axes(plan: Plan, cluster: Cluster) -> tuple[_Axes, _Axes, _Axes]:
@@ -180,8 +219,32 @@ def collectives(plan: Plan, cluster: Cluster) -> list[Collective]:
         found.append(("gradients of the tables' copies exchanged", "table_replica", tables))
     if plan.tables == "v3":
         found.append(("table shards all-gathered, updates reduce-scattered", "table_replica", tables))
-    groups = [(what, name, axes.group(name)) for what, name, axes in found]
-    return [Collective(what, name, len(g), cluster.tier_of(g)) for what, name, g in groups if len(g) > 1]
+    told = []
+    for what, name, axes in found:
+        groups = axes.groups(name)
+        if len(groups[0]) > 1:  # where groups lie differently, each step waits for the slowest
+            told.append(Collective(what, name, len(groups[0]), max(map(cluster.tier_of, groups), key=_TIERS.index)))
+    return told
+
+
+def described(plan: Plan, cluster: Cluster) -> list[str]:
+    """A line for each collective of a step, and one for each that a smaller group would keep on faster links."""
+    lines, plan = [], complete(plan, cluster)
+    for one in collectives(plan, cluster):
+        lines.append(f"plan: {one}")
+        of_zone = cluster.hosts * cluster.gpus
+        if one.dimension == "shard" and one.tier == "cluster":
+            fits = math.gcd(one.ranks, of_zone)
+            lines.append(
+                f"plan.shard = {one.ranks} crosses zones of {of_zone} ranks: parameters go between zones; "
+                f"within a zone: replicate = {cluster.size // fits}, shard = {fits}"
+            )
+        if one.dimension == "expert" and one.tier != "host":
+            lines.append(
+                f"plan.expert = {one.ranks} crosses hosts of {cluster.gpus} ranks: activations go between "
+                f"hosts; within a host: expert = {math.gcd(one.ranks, cluster.gpus)}"
+            )
+    return lines
 
 
 @dataclass(frozen=True, eq=False)

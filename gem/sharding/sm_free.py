@@ -16,6 +16,7 @@ alone. So they are handed out in turns, never by what is free on this rank.
 Legend: G ranks of the shard group.
 """
 
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ SLOTS = 4  # outputs of FSDP alive at a time: two in flight, one kept till the n
 ALIGNED = 512  # bytes: every slot begins and grows so
 BARRIER_MS = 600_000  # who does not come by then is gone: the device's error ends this rank, torchrun the others
 FIRST_NCCL = (2, 28)  # with copy-engine collectives
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def checked(transport: str) -> None:
@@ -131,7 +133,20 @@ def _linked(devices: Sequence[int]) -> bool | None:
     if len(set(devices)) < len(devices) or not hasattr(_distributed_c10d, "_detect_dma_connectivity"):
         return None
     links = _distributed_c10d._detect_dma_connectivity(_autograd.DeviceType.CUDA, "nvlink").matrix  # type: ignore[attr-defined]
-    return all(links[a][b] for a in devices for b in devices if a != b)
+    return all(links[a][b] or atomics_between(a, b) for a in devices for b in devices if a != b)
+
+
+def atomics_between(one: int, other: int, driver: Callable[[str], Any] = ctypes.CDLL) -> bool:
+    """Whether a GPU has native atomics in the other's memory, as over NVLink and not over PCIe.
+
+    A virtual machine's driver may not tell what is at the other end of a link, which is what torch asks it.
+    """
+    try:
+        library = driver("libcuda.so.1")
+    except OSError:
+        return False
+    found = ctypes.c_int()
+    return not library.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, one, other) and bool(found.value)
 
 
 def _symmetric() -> Any:
@@ -140,6 +155,12 @@ def _symmetric() -> Any:
     except ImportError:
         return None
     return found if hasattr(found, "rendezvous") and hasattr(found, "_SymmetricMemory") else None
+
+
+def use_backend(memory: Any, name: str, device: torch.device) -> None:
+    """Of symmetric memory, before any is there. The one that is set from the start torch 2.11 does not find by name."""
+    if memory.get_backend(device) != name:
+        memory.set_backend(name)
 
 
 # ---- buffers
@@ -160,11 +181,15 @@ class Slot(Protocol):
 
 
 class Ring:
-    """Slots handed out in turns; one that is too small is made anew, by all ranks alike. ``make``: of so many bytes."""
+    """Slots handed out in turns; one that is too small is made anew, by all ranks alike.
 
-    def __init__(self, make: Callable[[int], Slot], count: int = SLOTS) -> None:
+    ``make``: of so many bytes. ``least``: of every slot, best what the largest gather needs: one that is made anew
+    frees memory that NCCL still has in a window, since torch gives no window back.
+    """
+
+    def __init__(self, make: Callable[[int], Slot], count: int = SLOTS, least: int = 1) -> None:
         self._slots: list[Slot | None] = [None] * count
-        self._make, self._idle, self._turn = make, [0] * count, 0
+        self._make, self._idle, self._turn, self._least = make, [0] * count, 0, max(least, 1)
 
     def take(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] of the next slot. RuntimeError where somebody still holds what lay there."""
@@ -174,7 +199,7 @@ class Ring:
             raise RuntimeError(f"{len(self._slots)} all-gathers are in flight already; they have no more buffers")
         if slot is None or slot.own.nbytes < nbytes:
             self._slots[at] = slot = None  # its memory first
-            self._slots[at] = slot = self._make(-(-max(nbytes, 1) // ALIGNED) * ALIGNED)
+            self._slots[at] = slot = self._make(-(-max(nbytes, self._least) // ALIGNED) * ALIGNED)
             self._idle[at] = users(slot.own)
         return slot.own[:nbytes]
 
@@ -293,7 +318,8 @@ def install(model: nn.Module, transport: Transport, device: torch.device) -> int
         if missing := lacking(transport, offer(group, device)):
             raise RequestError(f"plan.transport = {transport!r}: {missing}; accepted here: 'default'")
     for group, modules in many:
-        gather = _gather(transport, group, device)
+        largest = max(gathered_bytes(module, dist.get_world_size(group)) for module in modules)  # type: ignore[arg-type]
+        gather = _gather(transport, group, device, largest)
         for module in modules:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
     return sum(len(modules) for _, modules in many)
@@ -306,27 +332,37 @@ def own_parameters(module: nn.Module) -> list[DTensor]:
     return [p for p in module.parameters() if id(p) not in taken and isinstance(p, DTensor)]
 
 
-def _gather(transport: Transport, group: dist.ProcessGroup, device: torch.device) -> PulledAllGather | WindowAllGather:
+def gathered_bytes(module: nn.Module, ranks: int) -> int:
+    """Of the output of its all-gather, in full; what travels in 8 bits is less but where rows are a few numbers."""
+    own = own_parameters(module)
+    return ranks * sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() * p.itemsize for p in own)
+
+
+def _gather(
+    transport: Transport, group: dist.ProcessGroup, device: torch.device, largest: int
+) -> PulledAllGather | WindowAllGather:
+    """``largest``: bytes of an output."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     memory = _symmetric()
     if transport == "copy_engine":
-        memory.set_backend("CUDA")
+        use_backend(memory, "CUDA", device)
         engine = CopyEngine()
-        ring = Ring(lambda nbytes: tried(SymmetricSlot(nbytes, group, device), rank, ranks))
+        ring = Ring(lambda nbytes: tried(SymmetricSlot(nbytes, group, device), rank, ranks), least=largest)
 
         def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             engine.copies(targets, sources, torch.cuda.current_stream(device).cuda_stream)
 
         return PulledAllGather(ring, copies)
-    memory.set_backend("NCCL")
+    use_backend(memory, "NCCL", device)
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
     own = dist.new_group(
         dist.get_process_group_ranks(group), backend="nccl", pg_options=options, use_local_synchronization=True
     )
     assert isinstance(own, dist.ProcessGroup)
-    dist.barrier(group=own)  # makes its communicator, which windows are registered with
-    gather = WindowAllGather(Ring(lambda nbytes: SymmetricSlot(nbytes, own, device)), own)
+    # Makes its communicator, which windows are registered with.
+    dist.all_reduce(torch.zeros(1, device=device), group=own)
+    gather = WindowAllGather(Ring(lambda nbytes: SymmetricSlot(nbytes, own, device), least=largest), own)
     found = gather.allocate((ranks,), dtype=torch.float32, device=device)
     found[rank] = rank
     gather(found, found[rank : rank + 1], group)

@@ -56,7 +56,8 @@ class ModelState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing is left to do: the checkpoint's reader fills tensors in place."""
+        """The checkpoint's reader has filled tensors in place; of tables, what was gathered before is out of date."""
+        self.tables.release()
 
 
 class DenseMoments:

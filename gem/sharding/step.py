@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from gem.data.samples import Samples
 from gem.data.schema import Schema
 from gem.model import GemModel
+from gem.model.gem_model import Read
 from gem.sharding.collectives import Traffic
 from gem.sharding.dense import shard_model, square_norm
 from gem.sharding.lowbits import Gather, checked
-from gem.sharding.mesh import Cluster, Plan, build
+from gem.sharding.mesh import Cluster, Plan, build, described
 from gem.sharding.placement import Cut, Table
 from gem.sharding.sm_free import Transport, install
 from gem.sharding.state import DenseMoments, ModelState, TableSums
@@ -31,26 +33,30 @@ from gem.train.world import World
 class ShardedStepper:
     """Model and optimizers over ranks. Every rank makes the same calls.
 
-    model     of the whole schema, built with ``read=...`` or not: its own tables are dropped, and its dense parameters,
-              the same on every rank, are sharded
-    weights   what tables begin with (gem.sharding.tables.drawn, or sliced)
+    model     of the whole schema: its own tables are dropped, and its dense parameters, the same on every rank, are
+              sharded. Or what makes it with another ``read``, once the tables are there: none has room for them whole
+    weights   what tables begin with (gem.sharding.start.as_alone; tables.drawn, or sliced)
     cuts      how tables are cut, by name; in rows if nothing is said
     gather    how dense parameters travel, "full" or "fp8" (gem.sharding.lowbits)
     transport by what they do, NCCL's kernels or without SMs (gem.sharding.sm_free)
     """
 
     def __init__(
-        self, model: GemModel, schema: Schema, config: TrainConfig, world: World, plan: Plan, cluster: Cluster,
-        weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
+        self, model: GemModel | Callable[[Read], GemModel], schema: Schema, config: TrainConfig, world: World,
+        plan: Plan, cluster: Cluster, weights: Weights, cuts: dict[str, Cut] | None = None, *, gather: Gather = "full",
         transport: Transport = "default",
     ) -> None:  # fmt: skip
         checked(gather)
         self.config, self.world, self.traffic = config, world, Traffic()
         self.meshes = build(plan, cluster, world.device.type)
-        tables = [Table(t.name, t.rows, model.config.table_dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
+        self.described = described(plan, cluster)
+        dim = config.sizes().table_dim
+        tables = [Table(t.name, t.rows, dim, (cuts or {}).get(t.name, "row")) for t in schema.tables]
         self.tables = ShardedTables(
             tables, self.meshes, weights, lr=config.table_lr, device=world.device, traffic=self.traffic
         )
+        if not isinstance(model, GemModel):
+            model = model(self.tables.fetch)
         model.tables = torch.nn.ParameterDict()
         model.read = self.tables.fetch
         self.experts = shard_model(model, self.meshes, self.traffic, gather=gather)
@@ -58,6 +64,7 @@ class ShardedStepper:
         self.model = model
         self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
         self.number = 0  # steps done
+        self.tables.gather()
 
     def autocast(self) -> AbstractContextManager:
         """Of forwards, in the run's precision."""
@@ -71,7 +78,8 @@ class ShardedStepper:
         pieces, tasks, counts = opened(batch, self.world)
         mark("others")  # all have their batches
         self.tables.zero_grad()
-        self.tables.gather()
+        self.tables.gather()  # where an evaluation has come in between
+        self.tables.expect(len(pieces))
         loss, logits = torch.zeros((), device=self.world.device), []
         for number, piece in enumerate(pieces):
             self.experts.expect(len(piece), self.world.device)
@@ -79,8 +87,6 @@ class ShardedStepper:
             with self.autocast():
                 losses = self.model.losses(piece)
             share = (torch.stack([losses.sums[task] for task in tasks]) / counts.clamp_min(1)).sum()
-            if number == len(pieces) - 1:
-                self.tables.release()
             mark("forward")
             share.backward()
             mark("backward")
@@ -91,8 +97,9 @@ class ShardedStepper:
         norm, scale = None, torch.ones(())
         if self.config.clip is not None:
             norm, scale = self._clip(self.config.clip)
-        self.dense_optimizer.step()
         self.tables.step(scale)
+        self.tables.gather()  # for the next step: it travels beside what follows here, and beside that step's beginning
+        self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
         self.number += 1
         mark("optimizer")
@@ -104,12 +111,16 @@ class ShardedStepper:
     def predict(self, samples: Samples) -> dict[str, Tensor]:
         """fp32 logits [B] by task. All ranks call it, also those that have no samples."""
         self.experts.expect(len(samples), self.world.device)
+        self.tables.expect(1)
         try:
             with self.autocast():
                 return self.model(samples)
         finally:
             self.tables.release()
             self.tables.zero_grad()
+            for module in self.model.modules():  # FSDP leaves the root gathered where no backward comes
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def counts(self) -> dict[str, int]:
         """Parameters, of all ranks."""

@@ -4,10 +4,11 @@
     v2   a copy in each group of ranks; groups exchange gradients and keep equal copies, weights and optimizer state
     v3   fully sharded 2D: one copy over all ranks, and each group of replicas gathers its shard before it is read
 
-A step: ``gather`` (v3; it runs beside whatever comes next), ``fetch`` or ``pooled`` for each piece of the batch,
-backwards, ``exchange_gradients``, ``step``. All tables share each exchange (gem.sharding.routes, gem.sharding.lookups):
-counts, ids, rows, and gradients on the way back. The optimizer is row-wise Adagrad on the owner (gem.sharding.adagrad),
-whose state is as long as the rows it holds.
+A step: ``fetch`` or ``pooled`` for each piece of the batch, backwards, ``exchange_gradients``, ``step``, ``gather``: v3
+collects what the next step reads, beside the dense optimizer's work and all that comes before the next lookup; what was
+collected is dropped inside the last lookup (``expect``), as soon as rows are read from it. All tables share each
+exchange (gem.sharding.routes, gem.sharding.lookups): counts, ids, rows, and gradients on the way back. The optimizer is
+row-wise Adagrad on the owner (gem.sharding.adagrad), whose state is as long as the rows it holds.
 
 Where the source (v3) gathers shards again in the backward, updates them and reduce-scatters parameters, gradients' rows
 are sent to whose slice they are for: the same sums and no second gathered copy.
@@ -53,6 +54,11 @@ class ShardedTables:
         initial: float = 0.0, device: torch.device | None = None, traffic: Traffic | None = None,
         dtype: torch.dtype | None = None, whole_rows: bool = True,
     ) -> None:  # fmt: skip
+        for what, value, least in (("lr", lr, 0.0), ("eps", eps, 1e-30), ("initial", initial, 0.0)):
+            if not (math.isfinite(value) and value >= least):
+                raise RequestError(f"tables: {what} {value}; accepted: finite, {least} or more")
+        if not tables:
+            raise RequestError("tables: none; accepted: one or more")
         self.kind, self.lr, self.eps, self.whole_rows = meshes.plan.tables, lr, eps, whole_rows
         self.traffic = traffic or Traffic()
         self.owners = Wire(meshes.tables.get_group("table_shard"), self.traffic)
@@ -81,6 +87,7 @@ class ShardedTables:
         self._places = {name: self._blocks_of(group, name) for group in self._groups for name in group.names}
         self._anchor = torch.zeros((), requires_grad=True, device=device)
         self._shards: list[Tensor] = []  # what is read on this rank, by group
+        self._lookups = 0  # that are left until they are dropped; 0: nobody has said
         self._waiting: list[Any] = []
         self._routes: list[RowRoute | BagRoute] = []
         self._gradients: list[Sums] = []
@@ -111,8 +118,10 @@ class ShardedTables:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start to collect the shards that are read. Only v3 has to; to the others it means nothing."""
-        self._shards, self._waiting = list(self._own), []
+        """Start to collect the shards that are read, unless they are there. To all but v3 it means nothing."""
+        if self._shards:
+            return
+        self._shards = list(self._own)
         if self._copies == 1:
             return
         for number, own in enumerate(self._own):
@@ -121,16 +130,27 @@ class ShardedTables:
                 work = self.replicas.gather_into(self._shards[number], own, "table shards", async_op=True)
                 self._waiting.append(work)
 
-    def release(self) -> None:
-        """Drop what ``gather`` collected: after the last ``fetch`` of a step, before activations are at their peak."""
-        self._arrived()
-        self._shards = []
+    def expect(self, lookups: int) -> None:
+        """Say how many lookups come until the next ``step``: within the last what ``gather`` collected is dropped."""
+        self._lookups = lookups
 
-    def _arrived(self) -> list[Tensor]:
+    def release(self) -> None:
+        """Drop what ``gather`` collected and no lookup has: the weights are others now, or nobody reads on."""
+        self._wait()
+        self._shards, self._lookups = [], 0
+
+    def _wait(self) -> None:
         for work in self._waiting:
             work.wait()
         self._waiting.clear()
-        return self._shards
+
+    def _arrived(self) -> list[Tensor]:
+        """The shards, for one lookup; after the last one only its caller has them."""
+        self._wait()
+        found, self._lookups = self._shards, self._lookups - 1
+        if self._lookups == 0:
+            self._shards = []
+        return found
 
     def fetch(self, requests: Sequence[Lookup]) -> list[Tensor]:
         """Rows [*ids.shape, D] for each request, of all tables in one go; backwards leave their gradients here."""
@@ -140,10 +160,11 @@ class ShardedTables:
         numbered: list[Tensor | None] = []
         members = self._members(requests)
         for group, mine in zip(self._groups, members, strict=True):
-            ids = [requests[i][1].reshape(-1) + group.offsets[requests[i][0]] for i in mine]
+            # Of many tables together there may be more rows than int32 has numbers.
+            ids = [requests[i][1].reshape(-1).long() + group.offsets[requests[i][0]] for i in mine]
             numbered.append(torch.cat(ids) if ids else None)
         with torch.no_grad():
-            route = RowRoute(self.roads, numbered, self._arrived(), self._device)
+            route = RowRoute(self.roads, numbered, self._arrived, self._device)
         shapes = [torch.Size((*ids.shape, self.tables[name].dim)) for name, ids in requests]
         return self._handed_out(route, members, shapes)
 
@@ -151,12 +172,15 @@ class ShardedTables:
         """Sums [B, D] of each sample's rows, zeros where it has none; the owners form them, a row a sample."""
         self._check([(name, ids) for name, ids, _ in requests])
         for name, ids, offsets in requests:
+            if offsets.dtype not in (torch.int32, torch.int64):
+                raise RequestError(f"table {name!r}: offsets of {offsets.dtype}; accepted: int32, int64")
             right = ids.dim() == offsets.dim() == 1 and offsets.numel() > 0
             if not right or offsets[[0, -1]].tolist() != [0, len(ids)] or bool((offsets[1:] < offsets[:-1]).any()):
                 raise RequestError(
                     f"table {name!r}: offsets {tuple(offsets.shape)} of ids {tuple(ids.shape)}; "
                     f"accepted: [samples + 1], from 0 to the number of ids, none less than the one before"
                 )
+        requests = [(name, ids.long(), offsets.long()) for name, ids, offsets in requests]
         if not self._shards:
             self.gather()
         members = self._members(requests)
@@ -164,7 +188,7 @@ class ShardedTables:
             mine.sort(key=lambda i: self._places[requests[i][0]][3])
         asked = [self._bags([requests[i] for i in mine]) if mine else None for mine in members]
         with torch.no_grad():
-            route = BagRoute(self.roads, asked, self._arrived(), self._device)
+            route = BagRoute(self.roads, asked, self._arrived, self._device)
         shapes = [torch.Size((len(offsets) - 1, self.tables[name].dim)) for name, _, offsets in requests]
         return self._handed_out(route, members, shapes)
 
@@ -332,6 +356,7 @@ class ShardedTables:
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Update the rows that were touched anywhere by their gradients times ``scale``."""
+        self.release()  # of the weights as they were
         means = self._means_of_rows() if self._gradients else []
         for number, one in enumerate(self._gradients):
             own, mean_V = self._own[number], means[number]
@@ -344,7 +369,7 @@ class ShardedTables:
                     own, self._sums[number], ids, rows, None if mean_V is None else mean_V[at],
                     lr=self.lr, eps=self.eps, scale=scale, **self._whereabouts(number, ids),
                 )  # fmt: skip
-        self._shards, self._gradients = [], []
+        self._gradients = []
 
     def _whereabouts(self, number: int, ids_V: Tensor) -> dict[str, Any]:
         """What rounding of bf16 is drawn by: the rows' numbers among all of the group's, and their first column."""
@@ -371,7 +396,7 @@ class ShardedTables:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
-        """Of weights and optimizer state between steps."""
+        """Of weights and optimizer state, without what v3 gathers for the next lookup."""
         return sum(x.nbytes for kind in (self._own, self._sums) for x in kind)
 
 

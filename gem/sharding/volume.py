@@ -86,7 +86,8 @@ def _experts(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, i
     """(G - 1) P (M E + X) for activations and gates, (G - 1) P O E for outputs; the backward sends as much."""
     wire = stepper.experts.wire
     most = max(len(batches[rank]) for rank in _ranks(wire.group))
-    size = next(stepper.model.parameters()).itemsize
+    # In the run's precision, as gem.sharding.experts sends them.
+    size = 2 if stepper.config.precision == "bf16" else next(stepper.model.parameters()).itemsize
     given, taken = 0, 0
     for layer in cast(Any, stepper.model.interactions):
         given += layer.tokens * layer.dim + layer.gate.out_features
@@ -155,7 +156,7 @@ def _tables(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, in
     tables, asked = stepper.tables, _Asked(stepper, batches)
     found: dict[str, int] = defaultdict(int)
     owners, copies, own = tables.owners.size, tables.replicas.size, list(tables.tables.values())
-    group, me, size = asked.grid[asked.replica], asked.owner, tables.dtype.itemsize
+    group, me = asked.grid[asked.replica], asked.owner
     held, sums = next(iter(tables.weights.values())).itemsize, next(iter(tables.sums.values())).itemsize
     address = tables.roads.id_type.itemsize
     kinds = len({(table.dim, table.cut == "column") for table in own})  # tables of a kind are counted together
@@ -164,7 +165,7 @@ def _tables(stepper: ShardedStepper, batches: Sequence[Samples]) -> dict[str, in
         for other in (g for g in range(owners) if g != me):
             asks, is_asked = asked.count(table, group[me], other), asked.count(table, group[other], me)
             found["ids"] += asks * address
-            found["rows"] += is_asked * asked.columns(table, me) * size
+            found["rows"] += is_asked * asked.columns(table, me) * held
             found["gradients"] += asks * asked.columns(table, other) * sums
     if copies == 1 or tables.kind == "v1":
         return found

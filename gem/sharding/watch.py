@@ -114,15 +114,15 @@ class Watch:
             time.sleep(self.limits.beat)
 
     def leave(self) -> None:
-        """Watch no more: this rank is done."""
+        """This rank is done, and watches no more; rank 0 once all others are done, who else would go unjudged."""
         self._left = True
-        self._stop_threads()
-        self._unlisten()
         with suppress(Exception):  # who left before may have taken the store along
             self.store.set(f"beat/{self.rank}", self._beat().dump())
             self.store.set(f"left/{self.rank}", "1")
-            if self._keeps:
-                self._wait_for("left", self.limits.silent)
+            if self.rank == 0:
+                self._wait_for("left", self.limits.still + 2 * self.limits.silent)
+        self._stop_threads()
+        self._unlisten()
 
     def end(self, error: BaseException) -> Verdict:
         """This rank ends by what it raised: why the job does. Whoever was the first to know has said it then.
@@ -381,11 +381,22 @@ _joined = 0  # how often this process has; the ranks' keys of the last time are 
 
 
 def connect(timeout_s: float) -> tuple[Store, Watch]:
-    """(the job's store, this rank's watch, which has not begun), as torchrun's environment says."""
+    """(the job's store, this rank's watch, which has not begun), as torchrun's environment says.
+
+    RequestError where that leads to no store.
+    """
     global _joined
     wait = timedelta(seconds=timeout_s)
-    # Two connections: one that waits must not keep the other from saying that this rank lives.
-    (store, rank, ranks), (own, _, _) = (next(rendezvous("env://", timeout=wait)) for _ in range(2))
+    try:
+        # Two connections: one that waits must not keep the other from saying that this rank lives.
+        (store, rank, ranks), (own, _, _) = (next(rendezvous("env://", timeout=wait)) for _ in range(2))
+    except (ValueError, OverflowError, TypeError, RuntimeError, OSError) as error:
+        what = " ".join(str(error).partition("Exception raised from")[0].split())  # whose traces are C++
+        at, port = (os.environ.get(name, "not set") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RequestError(
+            f"the ranks' store, MASTER_ADDR {at}, MASTER_PORT {port}: {what}; accepted: "
+            "torchrun's environment, or rank 0's host and a free port of it, in which rank 0 is started too"
+        ) from None
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _joined += 1
     # The agent's store may be that of the attempt before, whose addresses nobody answers at.
@@ -398,5 +409,9 @@ def connect(timeout_s: float) -> tuple[Store, Watch]:
 
 def refuse(error: RequestError) -> int:
     """What this rank refuses before it joins the others, all of them most likely: said once. The exit code."""
-    _, watch = connect(60.0)
+    try:
+        _, watch = connect(60.0)
+    except RequestError:  # of two faults the first
+        say(text_of(error, ""), EXIT_REQUEST)
+        return EXIT_REQUEST
     return watch.end(error).code

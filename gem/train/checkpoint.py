@@ -113,8 +113,16 @@ class Checkpoints:
             except CheckpointException as error:
                 raise cause(error) from None
         prefixes = (f"__{self._rank}_", *([".metadata"] if self._rank == 0 else []))
-        written = {path.name: _seal(path) for path in part.iterdir() if path.name.startswith(prefixes)}
-        everyone = self._gather(written)
+        written, fault = {}, None
+        try:
+            written = {path.name: _seal(path) for path in part.iterdir() if path.name.startswith(prefixes)}
+        except OSError as error:  # told to the others, which wait for what this rank has to say
+            fault = error
+        everyone = []
+        for seals, of_rank in self._gather((written, fault)):
+            if of_rank is not None:
+                raise of_rank
+            everyone.append(seals)
         return self.first(lambda: self._commit(step, part, {n: s for seals in everyone for n, s in seals.items()}))
 
     def _unwritten(self, part: Path, error: OSError) -> RequestError:

@@ -15,6 +15,7 @@ from gem.errors import RequestError
 from gem.model.config import ModelConfig, preset
 
 Positive = Annotated[int, Field(ge=1)]
+_Ranks = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class _Model(BaseModel):
@@ -63,13 +64,13 @@ class ReaderConfig(_Model):
 class PlanConfig(_Model):
     """How the model lies on torchrun's processes: gem.sharding.mesh has what each dimension is."""
 
-    zones: Positive = 1
-    gpus: Positive | None = None  # ranks a host; None: as many as torchrun started on this one
-    replicate: Positive = 1
-    shard: Positive | None = None
-    expert: Positive = 1
+    zones: _Ranks = 1
+    gpus: _Ranks | None = None  # ranks a host; None: as many as torchrun started on this one
+    replicate: _Ranks = 1
+    shard: _Ranks | None = None
+    expert: _Ranks = 1
     tables: Literal["v1", "v2", "v3"] = "v1"
-    table_replicas: Positive = 1
+    table_replicas: _Ranks = 1
     cuts: dict[str, Literal["table", "row", "column"]] = {}  # by table; in rows where nothing is said
     gather: Literal["full", "fp8"] = "full"  # how weights of linear layers travel: gem.sharding.lowbits
     transport: Literal["default", "copy_engine", "zero_cta"] = "default"  # by what they do: gem.sharding.sm_free
@@ -98,7 +99,7 @@ class TrainConfig(_Model):
     evaluate_batches: Positive | None = None  # of the validation data; None: all
     checkpoint_every: Positive | None = 500  # steps; None: at the end alone
     keep: Positive = 2  # checkpoints
-    timeout_s: Annotated[float, Field(ge=5)] = 600.0  # after which a rank that goes no further ends all of them
+    timeout_s: Annotated[float, Field(ge=5, le=1e6)] = 600.0  # after which a rank that goes no further ends all of them
     plan: PlanConfig | None = None  # None: every rank holds all of the model (DDP)
 
     @model_validator(mode="after")
@@ -174,7 +175,7 @@ def parse_config(document: dict[str, Any], where: str) -> TrainConfig:
 
 
 # Fields that have a default and may be nothing; TOML has no null, so the word "none" says it.
-_MAY_BE_NONE = ("model.history", "model.keys", "clip", "checkpoint_every")
+_MAY_BE_NONE = ("model.history", "model.keys", "clip", "checkpoint_every", "plan")
 
 
 def _without(document: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Run:
         self.tell = listener if listener is not None and world.first else Listener()
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
         self._lock = Lock(folder, self.tell.say)
+        if config.plan is not None:  # seen before samples are made of a log
+            from gem.sharding.start import check_plan
+
+            world.at("checking its plan")
+            check_plan(config, world)
         self.checkpoints.first(self._lock.take)
         world.at("opening the data")
         self.sources = open_sources(config, folder, world, self.tell.say)
@@ -85,7 +90,10 @@ class Run:
             return Stepper(self.sources.schema, self.config, self.world)
         from gem.sharding.start import sharded_stepper
 
-        return sharded_stepper(self.sources.schema, self.config, self.world)
+        stepper = sharded_stepper(self.sources.schema, self.config, self.world)
+        for line in stepper.described:
+            self.tell.say(line)
+        return stepper
 
     def train(self, resume: bool = True) -> Result:
         """Train to the end; with ``resume`` from the last checkpoint of the folder, where there is one.
@@ -210,7 +218,10 @@ class Run:
     def _efficiency(self, batch: Samples) -> StepEfficiency | None:
         """Of the layers, on the batch's heaviest piece: more than a piece need not fit. A failure costs no results."""
         if not isinstance(self.stepper, Stepper):
-            self.tell.say("efficiency: of steps alone: layers are timed alone, and those of a plan are cut over ranks")
+            self.tell.say(
+                "efficiency: no Local MFU or Scaling Ratio with a plan, whose layers cannot be timed alone; the "
+                "waterfall has stages of a step"
+            )
             return measure_steps(self.world, self._windows[1:], self._peak)
         flops = self.stepper.model.flops
         piece = max(batch.split(self.config.pieces), key=lambda one: flops(Work.of(one)))

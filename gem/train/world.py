@@ -1,7 +1,6 @@
 """The processes of a training run: alone, or as torchrun started them."""
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gem.errors import RequestError
+from gem.train.starter import place, told
 
 if TYPE_CHECKING:
     from gem.sharding.watch import Watch
@@ -111,7 +111,7 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """
     if device not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device {device!r}; accepted: auto, cpu, cuda")
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = place()
     if size == 1:
         world = World(rank, size, _device(device, rank))
         try:
@@ -148,7 +148,7 @@ def _device(device: str, rank: int) -> torch.device:
         raise RequestError(f"device cuda: torch {torch.__version__} sees no GPU; accepted: cpu, or a machine with one")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = told("LOCAL_RANK", 0)
     if local >= torch.cuda.device_count():
         raise RequestError(f"rank {rank}: no GPU number {local}; accepted: at most {torch.cuda.device_count()} a host")
     where = torch.device("cuda", local)

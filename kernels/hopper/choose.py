@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from gem.kernels.schedule import Batch
 
-_FEW_QUERIES = 64  # a sample, on average: a consumer's tile
-_SHORT_KEYS = 160  # a sample, on average
+FEW_QUERIES = 64  # a sample, on average: a consumer's tile
+SHORT_KEYS = 160  # a sample, on average
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Variant:
     q_registers: bool = False  # "long": queries are copied to registers before their products
     turns: int = 0  # "long": consumers issue products in turns, handed on behind both (1) or between them (2)
     values_first: bool = False  # "short": between two blocks of queries, the old one's last product goes first
+    claims: bool = True  # of jobs, as lanes become free; else, and without zigzag, they are dealt beforehand
     # What only suites/throughput/gdpa_ablation.toml turns off.
-    zigzag: bool = True  # else jobs are dealt in the batch's own order, round after round the same way
+    zigzag: bool = True  # else jobs are dealt in the batch's own order, round after round the same way; none is claimed
     pipelined: bool = True  # else a job (in "short" a block of queries) ends before the next one's products begin
 
 
@@ -36,14 +37,14 @@ def choose(batch: Batch, head_dim: int) -> Variant:
     """The variant for a batch's mean lengths."""
     samples = max(batch.size, 1)
     queries = batch.shared if batch.q_offsets is None else batch.q_rows / samples
-    if queries <= _FEW_QUERIES:
+    if queries <= FEW_QUERIES:
         return _FEW[head_dim]
-    return (_SHORT if batch.k_rows / samples <= _SHORT_KEYS else _LONG)[head_dim]
+    return (_SHORT if batch.k_rows / samples <= SHORT_KEYS else _LONG)[head_dim]
 
 
 _LONG = {
     64: Variant("long", 192, 128, 5, consumers=3, q_slots=1, turns=1),
-    128: Variant("long", 128, 128, 2, turns=1),
+    128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
 }
 _FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
-_SHORT = {64: Variant("short", 1024, 64, 6, consumers=3), 128: Variant("short", 1024, 64, 4)}
+_SHORT = {64: Variant("short", 1024, 64, 6, consumers=3), 128: Variant("short", 1024, 64, 4, values_first=True)}

@@ -8,7 +8,8 @@ fill no larger tile.
 A stage of a ring holds the keys of tile i beside the values of tile i - 1, since a consumer puts the scores of tile i
 and the product of weights and values of tile i - 1 into the tensor core's queue together: one wait and one arrival a
 step. Between jobs the queue is not emptied: the last product and the next job's first scores stand in it together, and
-the output leaves while the scores are computed.
+the output leaves while the scores are computed. Where jobs are claimed (claims.py), a job's record comes beside its
+first keys; behind the last job's values it says that there is no more.
 
 TURNS: consumers issue their products one after the other, so that while one waits for its products and computes
 weights, the others keep the tensor core busy. A turn is handed on behind both products (1) or between them (2).
@@ -39,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels.hopper.choose import Variant
+from gem.kernels.hopper.claims import PLACE, claim, first_job, received, send
 from gem.kernels.hopper.parts import END, LAYOUT, dealt, factor_of, key_tiles, record_of, store_tile, weights_of
 from gem.kernels.launch import Launch
 
@@ -48,8 +50,8 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     return Launch(
         _gdpa_long, CONSUMERS=variant.consumers, LANES=variant.lanes, SLOTS=variant.q_slots,
         REGISTERS=int(variant.q_registers), TURNS=variant.turns, ZIGZAG=int(variant.zigzag),
-        PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold, LEAN=lean, N=variant.keys, D=head_dim,
-        STAGES=variant.stages, warps=4,
+        CLAIMS=int(variant.claims and variant.zigzag), PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold,
+        LEAN=lean, N=variant.keys, D=head_dim, STAGES=variant.stages, warps=4,
         ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
 
@@ -72,9 +74,9 @@ def _issue(
 @gluon.jit
 def _consumer(
     W: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s,
-    q_full, q_empty, full, empty, turn, tiles, jobs, heads, programs, shared, scale, out_scale,
+    TURNS: gl.constexpr, ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s,
+    v_s, o_s, q_full, q_empty, full, empty, turn, records, tiles, jobs, heads, programs, shared, scale, out_scale,
 ):  # fmt: skip
     M: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -91,8 +93,12 @@ def _consumer(
     t = 0
     it = 0
     step = 0  # turns taken
-    job = dealt(0, lane, programs, LANES, ZIGZAG)
-    sample, row, q_start, q_len, _, k_len, head = record_of(tiles, job, jobs, heads)
+    if CLAIMS:
+        mbarrier.wait(full.index(lane * STAGES), 0)
+        sample, row, q_start, q_len, k_len, head = received(records, lane * STAGES)
+    else:
+        job = dealt(0, lane, programs, LANES, ZIGZAG)
+        sample, row, q_start, q_len, _, k_len, head = record_of(tiles, job, jobs, heads)
     valid = sample >= 0
     w = zero
     if REGISTERS:
@@ -114,9 +120,10 @@ def _consumer(
         w = weights_of(s, scale, out_scale, ACT, FOLD, LEAN, dtype)
         it += 1
     while valid:
-        # The next job's record comes while this one is worked at.
-        job = dealt(t + 1, lane, programs, LANES, ZIGZAG)
-        n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
+        if not CLAIMS:
+            # The next job's record comes while this one is worked at.
+            job = dealt(t + 1, lane, programs, LANES, ZIGZAG)
+            n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
         acc = gl.zeros([M, D], gl.float32, O_L)
         for _ in range(1, key_tiles(k_len, N)):
             stage = lane * STAGES + it % STAGES
@@ -137,11 +144,14 @@ def _consumer(
         if shared > 0:
             end = sample * shared + q_len
         t += 1
-        sample, row, q_start, q_len, k_len, head = n_sample, n_row, n_q_start, n_q_len, n_k_len, n_head
-        valid = sample >= 0
         stage = lane * STAGES + it % STAGES
         p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
         mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+        if CLAIMS:
+            sample, row, q_start, q_len, k_len, head = received(records, stage)
+        else:
+            sample, row, q_start, q_len, k_len, head = n_sample, n_row, n_q_start, n_q_len, n_k_len, n_head
+        valid = sample >= 0
         if TURNS:
             mbarrier.wait(turn.index(W), (step & 1) ^ EARLY)
             step += 1
@@ -190,12 +200,12 @@ def _consumer(
 @gluon.jit
 def _producer(
     lane: gl.constexpr, CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty,
-    full, empty, tiles, jobs, heads, programs,
+    CLAIMS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s,
+    q_full, q_empty, full, empty, records, tiles, claimed, jobs, heads, programs,
 ):  # fmt: skip
     it = 0
     t = 0
-    job = dealt(0, lane, programs, LANES, ZIGZAG)
+    job = first_job(claimed, lane, programs, LANES, ZIGZAG, CLAIMS)
     sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     v_end, v_x, v_column = k_start, k_len, head  # of the tile before, whose values go with this one's keys
     while sample >= 0:
@@ -207,9 +217,13 @@ def _producer(
             tma.async_copy_global_to_shared(
                 q_desc, [END, q_start + q_len, q_x, head * D], q_full.index(slot), q_s.index(slot)
             )  # fmt: skip
-        for j in range(key_tiles(k_len, N)):
+        n = key_tiles(k_len, N)
+        for j in range(n):
             stage = lane * STAGES + it % STAGES
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            if CLAIMS:
+                if j == 0:
+                    send(records, stage, sample, row, q_start, q_len, k_len, head)
             x = END - k_len + j * N
             if it > 0:
                 mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
@@ -226,22 +240,31 @@ def _producer(
                 )
             v_end, v_x, v_column = k_start + k_len, x, head * D
             it += 1
+            if CLAIMS:
+                if j == gl.maximum(n - 2, 0):
+                    job = claim(claimed)
         t += 1
-        job = dealt(t, lane, programs, LANES, ZIGZAG)
+        if not CLAIMS:
+            job = dealt(t, lane, programs, LANES, ZIGZAG)
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     if it > 0:
         stage = lane * STAGES + it % STAGES
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+        if CLAIMS:
+            send(records, stage, -1, 0, 0, 0, 0, 0)
         mbarrier.expect(full.index(stage), v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(v_desc, [END, v_end, v_x, v_column], full.index(stage), v_s.index(stage))
+    elif CLAIMS:
+        send(records, lane * STAGES, -1, 0, 0, 0, 0, 0)
+        mbarrier.arrive(full.index(lane * STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
 def _gdpa_long(
-    q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, CONSUMERS: gl.constexpr,
-    LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ZIGZAG: gl.constexpr,
-    PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, tiles, claimed, jobs, heads, programs, shared, scale, out_scale,
+    CONSUMERS: gl.constexpr, LANES: gl.constexpr, SLOTS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * SLOTS, 1, 1, 64, D], q_desc.layout)
@@ -253,6 +276,7 @@ def _gdpa_long(
     full = gl.allocate_shared_memory(gl.int64, [LANES * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [LANES * STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    records = gl.allocate_shared_memory(gl.int32, [LANES * STAGES * PLACE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(CONSUMERS * SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -263,31 +287,34 @@ def _gdpa_long(
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
     consumed = (
-        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, turn, tiles, jobs, heads, programs, shared, scale,
-        out_scale,
+        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, turn, records, tiles, jobs, heads, programs, shared,
+        scale, out_scale,
     )  # fmt: skip
-    produced = (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs)
+    produced = (
+        q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, records, tiles, claimed, jobs, heads,
+        programs,
+    )  # fmt: skip
     if LANES == 2:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
-                (_producer, (1, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, CLAIMS, N, D, STAGES) + produced),
+                (_producer, (1, CONSUMERS, LANES, SLOTS, ZIGZAG, CLAIMS, N, D, STAGES) + produced),
             ],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, CLAIMS, N, D, STAGES) + produced),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -295,13 +322,13 @@ def _gdpa_long(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (0, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (1, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_consumer, (2, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, PIPELINED,
+                (_consumer, (2, CONSUMERS, LANES, SLOTS, REGISTERS, TURNS, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, N, D, STAGES) + consumed),
-                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, N, D, STAGES) + produced),
+                (_producer, (0, CONSUMERS, LANES, SLOTS, ZIGZAG, CLAIMS, N, D, STAGES) + produced),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

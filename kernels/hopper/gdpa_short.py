@@ -7,7 +7,8 @@ stay in the ring, a tile a stage, while the job's queries pass; more keys than t
 round of blocks, which all consumers then walk together.
 
 As in gdpa_long, products of two tiles stand in the tensor core's queue together, across blocks and jobs too (VFIRST:
-whose goes first there), weights go from step to step in fp32, and nothing is masked.
+whose goes first there), weights go from step to step in fp32, a job that was claimed comes with its record beside its
+first keys, and nothing is masked.
 
 Legend: T rows of all samples, H heads, D head_dim, M queries of a consumer (64), N keys of a tile.
 """
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem.kernels.hopper.choose import Variant
+from gem.kernels.hopper.claims import PLACE, claim, first_job, received, send
 from gem.kernels.hopper.parts import END, LAYOUT, dealt, factor_of, key_tiles, record_of, store_tile, weights_of
 from gem.kernels.launch import Launch
 
@@ -37,9 +39,9 @@ def launch_of(variant: Variant, head_dim: int, activation: str, fold: bool, lean
     """The kernel with the constants of a variant. Arguments: see ``gem.kernels.hopper.ops``."""
     return Launch(
         _gdpa_short, CONSUMERS=variant.consumers, SLOTS=variant.q_slots, VFIRST=int(variant.values_first),
-        ZIGZAG=int(variant.zigzag), PIPELINED=int(variant.pipelined), ACT=activation, FOLD=fold, LEAN=lean,
-        ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages, warps=4,
-        ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
+        ZIGZAG=int(variant.zigzag), CLAIMS=int(variant.claims and variant.zigzag), PIPELINED=int(variant.pipelined),
+        ACT=activation, FOLD=fold, LEAN=lean, ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages,
+        warps=4, ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
 
 
@@ -57,9 +59,9 @@ def _blocks_of(w, row, q_len, n, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, ST
 @gluon.jit
 def _consumer(
     W: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, VFIRST: gl.constexpr,
-    ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s, v_s, o_s, q_full,
-    q_empty, full, empty, tiles, jobs, heads, programs, shared, scale, out_scale,
+    ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, out_desc, q_s, k_s,
+    v_s, o_s, q_full, q_empty, full, empty, records, tiles, jobs, heads, programs, shared, scale, out_scale,
 ):  # fmt: skip
     M: gl.constexpr = 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -73,13 +75,18 @@ def _consumer(
     base = 0  # key tiles before this block's first
     number = 0
     u = 0  # own blocks of this job so far
-    sample, row, q_start, q_len, _, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
+    if CLAIMS:
+        mbarrier.wait(full.index(0), 0)
+        sample, row, q_start, q_len, k_len, head = received(records, 0)
+    else:
+        sample, row, q_start, q_len, _, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
     valid = sample >= 0
     n = key_tiles(k_len, N)
     blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
-    # The next job's record comes while this one is worked at.
-    job = dealt(1, 0, programs, 1, ZIGZAG)
-    n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
+    if not CLAIMS:
+        # The next job's record comes while this one is worked at.
+        job = dealt(1, 0, programs, 1, ZIGZAG)
+        n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
     w = zero
     q = gl.zeros([M, D], dtype, Q_L)
     if valid:
@@ -118,12 +125,17 @@ def _consumer(
         if u == blocks:
             number += 1
             u = 0
-            sample, row, q_start, q_len, k_len, head = n_sample, n_row, n_q_start, n_q_len, n_k_len, n_head
+            if CLAIMS:
+                mbarrier.wait(full.index(base % STAGES), (base // STAGES) & 1)
+                sample, row, q_start, q_len, k_len, head = received(records, base % STAGES)
+            else:
+                sample, row, q_start, q_len, k_len, head = n_sample, n_row, n_q_start, n_q_len, n_k_len, n_head
             valid = sample >= 0
             n = key_tiles(k_len, N)
             blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
-            job = dealt(number + 1, 0, programs, 1, ZIGZAG)
-            n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
+            if not CLAIMS:
+                job = dealt(number + 1, 0, programs, 1, ZIGZAG)
+                n_sample, n_row, n_q_start, n_q_len, _, n_k_len, n_head = record_of(tiles, job, jobs, heads)
         # The last product of this block beside the first of the next.
         if valid:
             slot = W * SLOTS + t % SLOTS
@@ -169,9 +181,9 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles,
-    jobs, heads, programs,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty,
+    full, empty, records, tiles, claimed, jobs, heads, programs,
 ):  # fmt: skip
     it = 0
     number = 0
@@ -179,7 +191,8 @@ def _producer(
     before_0 = 0
     before_1 = number * 1
     before_2 = number * 2
-    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, dealt(0, 0, programs, 1, ZIGZAG), jobs, heads)
+    job = first_job(claimed, 0, programs, 1, ZIGZAG, CLAIMS)
+    sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     while sample >= 0:
         n = key_tiles(k_len, N)
         rounds = _blocks_of(0, row, q_len, n, CONSUMERS, ROWS, STAGES)
@@ -198,25 +211,37 @@ def _producer(
                 for j in range(n):
                     stage = it % STAGES
                     mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                    if CLAIMS:
+                        if (u == 0) & (j == 0):
+                            send(records, stage, sample, row, q_start, q_len, k_len, head)
                     mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
                     at = [END, k_start + k_len, END - k_len + j * N, head * D]
                     tma.async_copy_global_to_shared(k_desc, at, full.index(stage), k_s.index(stage))
                     tma.async_copy_global_to_shared(v_desc, at, full.index(stage), v_s.index(stage))
                     it += 1
+            if CLAIMS:
+                if u == gl.maximum(rounds - 2, 0):
+                    job = claim(claimed)
         before_0 += rounds
         before_1 += _blocks_of(1, row, q_len, n, CONSUMERS, ROWS, STAGES)
         before_2 += _blocks_of(2, row, q_len, n, CONSUMERS, ROWS, STAGES)
         number += 1
-        job = dealt(number, 0, programs, 1, ZIGZAG)
+        if not CLAIMS:
+            job = dealt(number, 0, programs, 1, ZIGZAG)
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
+    if CLAIMS:
+        stage = it % STAGES
+        mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
+        send(records, stage, -1, 0, 0, 0, 0, 0)
+        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit(do_not_specialize=["jobs", "heads", "programs", "shared"])
 def _gdpa_short(
-    q_desc, k_desc, v_desc, out_desc, tiles, jobs, heads, programs, shared, scale, out_scale, CONSUMERS: gl.constexpr,
-    SLOTS: gl.constexpr, VFIRST: gl.constexpr, ZIGZAG: gl.constexpr, PIPELINED: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr, LEAN: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, tiles, claimed, jobs, heads, programs, shared, scale, out_scale,
+    CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, VFIRST: gl.constexpr, ZIGZAG: gl.constexpr, CLAIMS: gl.constexpr,
+    PIPELINED: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * SLOTS, 1, 1, 64, D], q_desc.layout)
@@ -227,6 +252,7 @@ def _gdpa_short(
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * SLOTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    records = gl.allocate_shared_memory(gl.int32, [STAGES * PLACE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(CONSUMERS * SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -235,18 +261,21 @@ def _gdpa_short(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     consumed = (
-        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs, shared, scale,
-        out_scale,
+        out_desc, q_s, k_s, v_s, o_s, q_full, q_empty, full, empty, records, tiles, jobs, heads, programs, shared,
+        scale, out_scale,
     )  # fmt: skip
-    produced = (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, tiles, jobs, heads, programs)
+    produced = (
+        q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, full, empty, records, tiles, claimed, jobs, heads,
+        programs,
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_producer, (CONSUMERS, SLOTS, ZIGZAG, ROWS, N, D, STAGES) + produced),
+                (_producer, (CONSUMERS, SLOTS, ZIGZAG, CLAIMS, ROWS, N, D, STAGES) + produced),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -254,13 +283,13 @@ def _gdpa_short(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                (_consumer, (0, CONSUMERS, SLOTS, VFIRST, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                (_consumer, (1, CONSUMERS, SLOTS, VFIRST, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_consumer, (2, CONSUMERS, SLOTS, VFIRST, ZIGZAG, PIPELINED,
+                (_consumer, (2, CONSUMERS, SLOTS, VFIRST, ZIGZAG, CLAIMS, PIPELINED,
                              ACT, FOLD, LEAN, ROWS, N, D, STAGES) + consumed),
-                (_producer, (CONSUMERS, SLOTS, ZIGZAG, ROWS, N, D, STAGES) + produced),
+                (_producer, (CONSUMERS, SLOTS, ZIGZAG, CLAIMS, ROWS, N, D, STAGES) + produced),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

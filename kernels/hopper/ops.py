@@ -1,8 +1,9 @@
 """GDPA of impl="gluon": from a call to the kernel that runs it, and its launch.
 
 Arguments of the forwards' kernels, in this order: descriptors of q, k, v and the output (launch.ragged); the tile list;
-jobs (its entries times heads), heads, programs; ``shared``, the queries that all samples have in common or 0; qk_scale,
-out_scale. Programs are persistent, at most one a multiprocessor.
+a counter for claims (none for gdpa_plain, which claims nothing); jobs (its entries times heads), heads, programs;
+``shared``, the queries that all samples have in common or 0; qk_scale, out_scale. Programs are persistent, at
+most one a multiprocessor.
 
 Legend: T rows of all samples, H heads, D head_dim.
 """
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gem.kernels import launch
-from gem.kernels.hopper import gdpa_long, gdpa_plain, gdpa_short, parts
+from gem.kernels.hopper import claims, gdpa_long, gdpa_plain, gdpa_short, parts
+from gem.kernels.hopper.backward import gdpa_backward
 from gem.kernels.hopper.choose import Variant, choose
 from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
 from gem.kernels.ops import jagged_batch
@@ -65,7 +67,8 @@ def gdpa_forward(
     if jobs >= 2**31:
         raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} tiles and heads; accepted: up to 2**31")
     programs = min(jobs, launch.multiprocessors(tiles.device))
-    plan.launch((programs,), q_THD, k_THD, v_THD, out, tiles, jobs, heads, programs, shared, qk_scale, out_scale)
+    lists = (tiles,) if plan.variant.kernel == "plain" else (tiles, claims.counter(tiles.device))
+    plan.launch((programs,), q_THD, k_THD, v_THD, out, *lists, jobs, heads, programs, shared, qk_scale, out_scale)
     return out
 
 
@@ -73,4 +76,4 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["gdpa_forward", "jagged_batch"]
+__all__ = ["gdpa_backward", "gdpa_forward", "jagged_batch"]

@@ -40,7 +40,7 @@ LOG2E = gl.constexpr(_LOG2E)
 
 # Of four numbers z: 1 / (1 + 2**z) by one reciprocal, as the special-function unit is what bounds a logistic function.
 # What is above 31 counts as 31, so that four factors stay in range: x times the result is then -1e-8 at most.
-_LOGISTIC4 = gl.constexpr("""{
+LOGISTIC4 = gl.constexpr("""{
 .reg .f32 a, b, c, d, p, q, r, t, u;
 min.f32 a, $4, 0f41F80000; min.f32 b, $5, 0f41F80000; min.f32 c, $6, 0f41F80000; min.f32 d, $7, 0f41F80000;
 ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; ex2.approx.ftz.f32 c, c; ex2.approx.ftz.f32 d, d;
@@ -98,7 +98,7 @@ def _lean_weights(scores, scale, ACT: gl.constexpr):
             c2 = -ERF_2 * scale * u * u
             c3 = -ERF_3 * scale * u * u * u
             z = scores * (-ERF_0 * scale + s2 * (c1 + s2 * (c2 + s2 * c3)))
-        weights = scores * gl.inline_asm_elementwise(_LOGISTIC4, "=f,=f,=f,=f,f,f,f,f", [z], gl.float32, True, 4)
+        weights = scores * gl.inline_asm_elementwise(LOGISTIC4, "=f,=f,=f,=f,f,f,f,f", [z], gl.float32, True, 4)
     return weights
 
 

@@ -7,6 +7,7 @@ results document can become asv results (documents.py).
     track_forward_seconds         a call's time on cold caches, with the samples; track_backward_seconds too
     track_forward_tflops_shown    useful TFLOP/s
     track_step_seconds            a training step; track_qps_shown: samples trained a second
+    track_cpu_ms, track_bytes_sent, track_memory_tables   of ranks, where they tell
     track_peak_memory             of a training run; of an op's calls on a GPU. On a CPU peakmem_calls, of the process
     track_<metric>                what else a case measures, where lower is better; track_<metric>_shown where higher is
     track_<metric>_seconds        the inverse of a rate
@@ -37,6 +38,13 @@ from gem.harness.needs import Facts, check_needs
 
 METHOD = "2"  # part of every version: raise it when what a benchmark measures changes
 KINDS = ("throughput", "scaling")  # a case of quality trains for minutes
+# What is kept of a subject that is no op, beside what is expected of one of its cases.
+TOLD = {
+    "e2e": ("qps", "peak_memory"),
+    "sharded_tables": ("qps", "cpu_ms", "memory_tables"),
+    "sharded_dense": ("qps", "cpu_ms"),
+    "sharding": ("cpu_ms", "flops_per_rank", "bytes_sent", "memory_tables", "memory_dense", "memory_optimizer"),
+}
 CHECKOUT = "GEM_ASV_CHECKOUT"  # whose gem is measured, if not the one that these files belong to
 BUDGET_S = "GEM_ASV_BUDGET_S"  # of a contestant's turns; the harness's own default where unset
 HIGHER = "higher is better: shown, never gated"
@@ -81,10 +89,11 @@ def contestants(case: AnyCase, device: str) -> list[str]:
 
 
 def metrics_of(case: MeasuredCase, cases: Iterable[AnyCase]) -> list[str]:
-    """What a case that is no op tells: of a race rate and memory, else what is expected of any case of its subject."""
+    """What a case that is no op tells: TOLD of its subject, and what is expected of any of the subject's cases."""
     rate = getattr(case.params, "measure", "") == "merge_rate"  # of bbs: two measurements with nothing in common
     expected = (bound.metric for one in cases if one.subject == case.subject for bound in one.expectations)
-    found = ["qps", "peak_memory"] if MEASURED[case.subject].target is None else []
+    race = MEASURED[case.subject].target is None
+    found = [*TOLD.get(case.subject, ("qps",) if race else ())]
     found += [metric for metric in expected if metric in names.METRICS]
     if case.subject == "bbs":
         found = ["samples_per_s"] if rate else [metric for metric in found if metric != "samples_per_s"]

@@ -123,6 +123,8 @@ def product_loops(ptx: str, folder: Path) -> list[int]:
     sizes = []
     for at, operation, rest in code:
         to = re.search(r"0x([0-9a-f]+)", rest) if operation == "BRA" else None
-        body = [op for place, op, _ in code if to and int(to[1], 16) <= place <= at]
+        if to is None:
+            continue
+        body = [op for place, op, _ in code if int(to[1], 16) <= place <= at]
         sizes += [len(body)] * any(op.startswith("HGMMA") for op in body)
     return sorted(sizes)

@@ -2,10 +2,11 @@
 
     efficiency_program.py OUT
 
-Each rank writes OUT/<rank>.json: by scenario its efficiency, its windows and what it slept. Sleeps stand for work: they
-last as long on a busy core as on an idle one. Those of a model's forward or backward are compute, those of DDP's hook
-are exchange. A rank's batches of a scenario are told by their numbers of samples, all of one length: FLOPs are
-proportional to these.
+Each rank writes OUT/<rank>.json: by scenario its efficiency, its windows, what it slept and ``scale``. Sleeps stand for
+work: they last as long on a busy core as on an idle one. Those of a model's forward or backward are compute, those of
+DDP's hook are exchange. What they have to be many times of, the model's own work, takes the longer the busier the cores
+are: so does every sleep, ``scale`` times its length. A rank's batches of a scenario are told by their numbers of
+samples, all of one length: FLOPs are proportional to these.
 """
 
 import json
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Scenario:
     windows: tuple[tuple[list[int], ...], ...] = (([2], [2], [2, 2]),) * 2  # by rank: samples of each step
 
 
+OWN_S = 0.04  # of a step that sleeps nowhere, up to which scale is 1
+MOST_SCALE, TRIES = 6.0, 3
 SCENARIOS = {
     "unequal": Scenario(tower=(0.1, 0.4)),
     "heavier": Scenario(sample=0.05, windows=(([1], [1], [4, 1]), ([4], [4], [16, 4]))),
@@ -62,6 +65,13 @@ SCENARIOS = {
     "input": Scenario(wait=(0.02, 0.32)),
     "hidden": Scenario(backward=0.25, early=0.5),
 }
+
+
+def scaled(scenario: Scenario, scale: float) -> Scenario:
+    """All sleeps ``scale`` times as long."""
+    pairs = {name: tuple(scale * x for x in getattr(scenario, name)) for name in ("tower", "wait")}
+    names = ("sample", "backward", "early", "last", "tables")
+    return replace(scenario, **pairs, **{name: scale * getattr(scenario, name) for name in names})
 
 
 class Slept:
@@ -114,6 +124,27 @@ def slow_exchange(scenario: Scenario, slept: Slept) -> Callable[[Any, GradBucket
     return exchange
 
 
+def scale_now(world: World, stepper: Stepper) -> float:
+    """By the mean of a few steps that sleep nowhere, on the rank where it is longest; the same on all."""
+    start, steps = time.perf_counter(), 6
+    for seed in range(steps):
+        stepper.step(batch(2, seed))
+    longest = torch.tensor((time.perf_counter() - start) / steps)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return min(MOST_SCALE, max(1.0, float(longest) / OWN_S))
+
+
+def accounted(world: World, idle: Stepper, scenario: Scenario) -> dict[str, Any]:
+    """At a scale that is still right behind it, else once more: cores may be busy all of a sudden."""
+    scale = scale_now(world, idle)
+    for _ in range(TRIES - 1):
+        found = account(world, scaled(scenario, scale)) | {"scale": scale}
+        before, scale = scale, scale_now(world, idle)
+        if scale <= 1.5 * before:
+            return found
+    return account(world, scaled(scenario, scale)) | {"scale": scale}
+
+
 def account(world: World, scenario: Scenario) -> dict[str, Any]:
     stepper = Stepper(small_schema(), parse_config(CONFIG, "test"), world)
     computed, exchanged = Slept(), Slept()
@@ -151,7 +182,9 @@ def account(world: World, scenario: Scenario) -> dict[str, Any]:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     with join("cpu") as world:
-        found = {name: account(world, scenario) for name, scenario in SCENARIOS.items()}
+        idle = Stepper(small_schema(), parse_config(CONFIG, "test"), world)
+        idle.step(batch(2, 0))  # what is set up at the first one is no step's work
+        found = {name: accounted(world, idle, scenario) for name, scenario in SCENARIOS.items()}
         (out / f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ from gem import paths
 from gem.data.lengths import load_profile
 from gem.harness import names
 from gem.harness.case import AnyCase, Case, MeasuredCase, build_cases
-from gem.harness.measured_params import BbsParams
+from gem.harness.measured_params import MEASURED, BbsParams
 from gem.harness.needs import Facts
 from gem.harness.params import GdpaParams
 from gem.harness.suites import load_suites
@@ -30,7 +30,7 @@ def asv_cases() -> Any:
 
 def declare(subject: str = "gdpa", kind: str = "throughput", **fields: Any) -> AnyCase:
     suite = {"kind": kind, "subject": subject}
-    case = {"name": "a"} | ({} if subject in ("bbs", "e2e") else {"fixture": "cpu_self_longtail"}) | fields
+    case = {"name": "a"} | ({} if subject in MEASURED else {"fixture": "cpu_self_longtail"}) | fields
     document = {"suite": suite, "case": [case]}
     fixtures = frozenset({"cpu_self_longtail", "cpu_dense_512", "single_token"})
     label = Path("suites/throughput/x.toml")
@@ -77,6 +77,24 @@ def test_races_and_measured_subjects_are_benchmarks(asv_cases: Any) -> None:
     assert made["e2e__a"].params == (["gem"],)  # without its peers
     assert benchmarks(made["bbs__b"]) == benchmarks(made["bbs__unlike"]) == ["track_share_closed_shown"]
     assert benchmarks(made["bbs__r"]) == ["track_samples_per_s_seconds", "track_samples_per_s_shown"]
+
+
+def test_what_a_plan_costs_has_a_history(asv_cases: Any) -> None:
+    """Of every case, whatever is expected of the others; and a race keeps nothing that it never tells."""
+    plan = declare("sharding", "scaling", name="p")
+    tables, dense = (declare(f"sharded_{what}", name=what[0], params={"batches": [4]}) for what in ("tables", "dense"))
+    made = asv_cases.generate([plan, tables, dense], CPU)
+    assert benchmarks(made["sharding__p"]) == [
+        "track_bytes_sent", "track_cpu_ms", "track_flops_per_rank", "track_memory_dense", "track_memory_optimizer",
+        "track_memory_tables",
+    ]  # fmt: skip
+    assert benchmarks(made["sharded_tables__t"])[:2] == ["track_cpu_ms", "track_memory_tables"]
+    assert benchmarks(made["sharded_dense__d"])[0] == "track_cpu_ms"
+    assert "track_peak_memory" not in benchmarks(made["sharded_tables__t"]) + benchmarks(made["sharded_dense__d"])
+    found = [row("gem", metric, value, "") for metric, value in (("cpu_ms", 3.0), ("bytes_sent", 8.0))]
+    one = made["sharding__p"]()
+    assert (one.track_cpu_ms(found, "gem"), one.track_bytes_sent(found, "gem")) == (3.0, 8.0)
+    assert one.track_bytes_sent.unit == "bytes"
 
 
 def test_a_subject_that_is_new_brings_what_it_expects(asv_cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:

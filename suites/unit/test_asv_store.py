@@ -17,7 +17,7 @@ from gem import paths
 from gem.errors import RequestError
 from gem.harness.needs import Facts
 from gem.harness.results import Document, Row
-from gem.harness.suites import load_suite
+from gem.harness.suites import load_suite, load_suites
 
 ROOT = paths.checkout_root()
 pytestmark = pytest.mark.skipif(ROOT is None, reason="not run from a checkout")
@@ -271,6 +271,23 @@ def test_kept_results_are_of_no_one_machine_and_of_commits_that_there_are(store:
     if git(ROOT, "rev-parse", "--is-shallow-repository") == "false":
         for one in set().union(*commits.values()):
             assert git(ROOT, "cat-file", "-t", one) == "commit"
+
+
+def test_all_results_of_what_is_declared_today_are_published(store: Any) -> None:
+    """asv leaves out what its list does not have: a list from before a case was declared hides that case's results."""
+    assert ROOT is not None
+    cases, publish = asv_package.load("cases"), asv_package.load("publish")
+    both = Facts(device="cpu"), Facts(device="cuda", capabilities=(90,), triton=True)
+    made = cases.generate(load_suites([ROOT / "suites" / kind for kind in cases.KINDS]), *both)
+    today = {
+        (f"benchmarks.{name}.{key}", one.version)
+        for name, one in made.items() for key in vars(one) if key.startswith(("track_", "peakmem_"))
+    }  # fmt: skip
+    listed = json.loads((KEPT / "benchmarks.json").read_text(encoding="utf-8"))
+    shown = {(name, one["version"]) for name, one in listed.items() if name != "version"}
+    hidden = (publish.with_results(KEPT) & today) - shown
+    assert not hidden, f"{len(hidden)} hidden, as {min(hidden)}: run ci/asv documents, which lists them"
+    assert len(shown & today) >= 250
 
 
 def test_every_h200_document_of_a_commit_is_in_the_history() -> None:

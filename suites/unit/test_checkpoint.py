@@ -61,6 +61,24 @@ def test_a_step_can_be_saved_again_and_an_earlier_one_after_forgetting(tmp_path)
     fails(lambda: Checkpoints(tmp_path, keep=0), "keep 0")
 
 
+def test_what_one_rank_cannot_read_back_fails_on_all_and_leaves_nothing(tmp_path, monkeypatch):
+    """As on two ranks: what this one tells, and what it does when the other has told."""
+    fault, told = OSError(5, "Input/output error"), []
+
+    def seal(path: Path) -> list[int]:
+        raise fault
+
+    def gather(checkpoints: Checkpoints, value: Any) -> list[Any]:
+        told.append(value)
+        return [({}, None), value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gem.train.checkpoint._seal", seal)
+        patch.setattr(Checkpoints, "_gather", gather)
+        fails(lambda: Checkpoints(tmp_path).save(1, state_of(1)), "cannot be written: Input/output error")
+    assert told == [({}, fault)] and list(tmp_path.iterdir()) == []
+
+
 def test_what_a_kill_leaves_is_never_loaded_and_removed_by_the_next_save(tmp_path):
     checkpoints, state = Checkpoints(tmp_path), state_of(0)
     shutil.copytree(checkpoints.save(1, state_of(1)), tmp_path / "step-000002.part")

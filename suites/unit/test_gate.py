@@ -202,6 +202,11 @@ def test_figures_that_repeat_have_tolerances(tmp_path: Path) -> None:
     assert verdicts(judged(tmp_path / "c", quality(0.8), quality(0.79))) == {"quality": "better"}
     auc = quality(0.7, "auc", "higher"), quality(0.69, "auc", "higher")
     assert verdicts(judged(tmp_path / "d", *auc)) == {"quality": "worse"}
+    # What a plan costs is the same each time it is counted.
+    for name in ("bytes_sent", "memory_tables", "memory_dense", "memory_optimizer", "tables_over_v1", "flops_per_rank"):
+        for now, verdict in ((1e6, "same"), (1.005e6, "same"), (1.02e6, "worse"), (0.98e6, "better")):
+            found = judged(tmp_path / f"{name} {now}", quality(1e6, name), quality(now, name), rounds=1)
+            assert verdicts(found) == {"quality": verdict}
     # From nothing to something there is no share.
     moved = quality(0.0, "bytes_moved"), quality(8.0, "bytes_moved")
     assert verdicts(judged(tmp_path / "e", *moved)) == {"quality": "worse"}

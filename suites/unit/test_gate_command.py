@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from gate_documents import SUITE, cases, edited, patch_file, timed, write_rounds
+from result_rows import row
 
 from gem.cli import main
 from gem.errors import RequestError
@@ -191,6 +192,32 @@ def test_another_host_or_commit_is_no_difference(tmp_path: Path) -> None:
     patch_file(new / "000.json", lambda data: data["environment"].update(host="other", settings={"GEM_COMMIT": "x"}))
     patch_file(base / "000.json", lambda data: data["environment"].update(settings={}))
     assert read_pairs(base, new)[1] == []
+
+
+def test_one_row_that_hardly_moved_is_one_row_and_moved_by_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("one", suite=SUITE, metric="ne", value=0.8, better="lower")]
+    base, new = write_rounds(tmp_path, {"base": lambda _: rows, "new": lambda _: edited(rows, "one", value=0.79999)})
+    code, text = ran(base, new, "--markdown", tmp_path / "gate.md", capsys=capsys)
+    assert code == 0 and "gate: passed: 1 row over 6 rounds: 1 same" in text
+    page = (tmp_path / "gate.md").read_text()
+    assert "+0.0 %" in text + page and "-0.0 %" not in text + page
+
+
+def test_settings_that_differ_are_told_one_by_one(tmp_path: Path) -> None:
+    """Not those that torchrun sets, or that say where a cache lies; of the others each in full."""
+    base, new = write_rounds(tmp_path, {"base": cases, "new": same}, 1)
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "/a/cache", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    patch_file(base / "000.json", lambda data: data["environment"].update(settings={"OMP_NUM_THREADS": "1"}))
+    patch_file(new / "000.json", lambda data: data["environment"].update(settings={"OMP_NUM_THREADS": "1"} | caches))
+    assert read_pairs(base, new)[1] == []
+    patch_file(new / "000.json", lambda data: data["environment"].update(settings={"GEM_X": "2", "CXX": "g++"}))
+    assert read_pairs(base, new, allow_different=True)[1] == [
+        "settings.OMP_NUM_THREADS: '1' against not set",
+        "settings.GEM_X: not set against '2'",
+        "settings.CXX: not set against 'g++'",
+    ]
 
 
 def test_wrong_requests_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,21 @@ def test_a_list_shows_what_a_measured_case_says() -> None:
     assert "fixture" not in text and "directions" not in text
 
 
+def test_a_list_says_once_what_all_cases_have_and_what_each_is_about() -> None:
+    """Of a scaling suite model and data are those of the suite: a row has what is its own."""
+    sizes = {"scaling": "weak", "model": {"dim": 32, "interactions": ["mlp"]}, "data": {"history": {"min": 0}}}
+    suite = {"kind": "scaling", "subject": "sharding", "defaults": {"params": sizes}}
+    cases = [{"name": "a", "description": "the first", "params": {"ranks": 4}}, {"name": "b", "params": {"expert": 2}}]
+    made = build_cases({"suite": suite, "case": cases}, file=Path("x"), label=Path("x.toml"), fixtures=frozenset())
+    (table,) = list_tables(made, Facts())
+    common = "scaling weak model.dim 32 model.interactions mlp data.history.min 0"
+    assert str(table.title).endswith(f"\nof each: {common}")
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["params"] == ["ranks 4", "expert 2"] and columns["about"] == ["the first", ""]
+    (alone,) = list_tables(made[:1], Facts())
+    assert [*alone.columns[1].cells] == [f"ranks 4 {common}"] and "of each" not in str(alone.title)
+
+
 # ---- runs
 
 

@@ -61,6 +61,10 @@ def test_a_training_run_is_run_as_it_was() -> None:
     assert case_command(request, "train", "x") == "gem train 'my config.toml' --json x.json" == run_command(request)
     assert case_command({}, "train", "x") == "gem train"
     assert run_command({}) == ""
+    on_ranks = request | {"ranks": 4}
+    assert case_command(on_ranks, "train", "x") == run_command(on_ranks)
+    assert run_command(on_ranks) == "torchrun --nproc-per-node 4 -m gem train 'my config.toml' --json x.json"
+    assert run_command(request | {"ranks": 1}) == run_command(request)
 
 
 def test_cases_are_numbered_once() -> None:

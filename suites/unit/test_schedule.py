@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed: gem.kernels cannot be imported")
 
 from gem.kernels import schedule
-from gem.kernels.schedule import FIELDS, NO_SAMPLE, Batch
+from gem.kernels.schedule import FIELDS, NO_SAMPLE, Batch, Limits
 
 PROPERTY = settings(max_examples=150, deadline=None)
 
@@ -110,6 +110,32 @@ def test_shapes_alone_decide_how_long_a_list_is(batch_and_lens, side, block, ran
     assert len(lens) == batch.size + 1
 
 
+limits = st.builds(Limits, *[st.sampled_from([0, 1, 20, 64, 1000])] * 2)
+
+
+@PROPERTY
+@given(batches(), limits, st.sampled_from("qk"), blocks)
+def test_each_sample_is_within_limits_or_beyond_them(batch_and_lens, limits, side, block):
+    batch, lens = batch_and_lens
+    q_starts = [0] * len(lens) if batch.shared else [0, *accumulate(q for q, _ in lens)]
+    k_starts = [0, *accumulate(k for _, k in lens)]
+
+    def fits(q_len: int, k_len: int) -> bool:
+        return q_len <= limits.queries and k_len <= limits.keys
+
+    whole = [[i, 0, q_starts[i], q, k_starts[i], k, 0, 0] for i, (q, k) in enumerate(lens[:-1]) if fits(q, k)]
+    whole.sort(key=lambda record: -(record[3] * record[5] + record[3] + record[5]))
+    found = batch.samples(limits)
+    assert found.dtype == torch.int32 and found.is_contiguous()
+    assert found.tolist()[: len(whole)] == whole
+    assert [record[0] for record in found.tolist()[len(whole) :]] == [NO_SAMPLE] * (batch.size - len(whole))
+    tiles = batch.tiles(side, block).tolist()
+    there = [record for record in tiles if record[0] == batch.size or (record[0] >= 0 and not fits(*lens[record[0]]))]
+    beyond = batch.tiles(side, block, beyond=limits)
+    assert beyond.shape[0] == len(tiles) and beyond.tolist()[: len(there)] == there
+    assert all(record[0] == NO_SAMPLE for record in beyond.tolist()[len(there) :])
+
+
 @PROPERTY
 @given(batches(smallest=1), blocks)
 def test_blocks_are_samples_of_their_own(batch_and_lens, block):
@@ -162,15 +188,19 @@ def test_layers_share_a_list_and_other_questions_get_their_own():
 
 
 @pytest.mark.parametrize("written", ["q", "k"])
-def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(written):
+@pytest.mark.parametrize("ask", [
+    lambda batch: batch.tiles("q", 4), lambda batch: batch.tiles("q", 4, sorted=False),
+    lambda batch: batch.samples(Limits(5, 5)),
+], ids=["sorted", "unsorted", "samples"])  # fmt: skip
+def test_offsets_that_were_written_to_get_a_new_list_and_the_old_one_is_dropped(written, ask):
     q, k = offsets([6, 8]), offsets([6, 8])
     for turn in range(5):
-        tiles = Batch(q, k, 14, 14).tiles("q", 4)
-        assert sorted(tiles.tolist()) == sorted(Batch(q.clone(), k.clone(), 14, 14).tiles("q", 4).tolist())
+        tiles = ask(Batch(q, k, 14, 14))
+        assert sorted(tiles.tolist()) == sorted(ask(Batch(q.clone(), k.clone(), 14, 14)).tolist())
         old = weakref.ref(tiles)
         del tiles
         (q if written == "q" else k)[1] += (-1) ** turn * (turn + 1)
-        Batch(q, k, 14, 14).tiles("q", 4)
+        ask(Batch(q, k, 14, 14))
         gc.collect()
         assert old() is None
 

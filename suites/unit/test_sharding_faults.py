@@ -222,7 +222,7 @@ def _all_but_the_last(config: dict[str, Any], out: str) -> None:
 
 
 def test_two_ranks_four_eight_and_one_end_where_two_do(folder, reference):
-    """By four plans and by none: each step has the same samples, and losses are told as they were."""
+    """By three plans and by none: each step has the same samples, and losses are told as they were."""
     place, told = folder / "chain", {}
     legs: list[tuple[int, int, dict[str, Any]]] = [
         (2, 3, PLAN), (4, 6, {"replicate": 2, "tables": "v2", "table_replicas": 4, "cuts": {"item": "column"}}),
@@ -276,8 +276,8 @@ def test_torchrun_shows_a_refused_plan_once(folder):
     (folder / "run.toml").write_text('[data]\nkind = "synthetic"\n[plan]\nexpert = 3\n')
     code, said = torchrun(folder, 2, "-m", "gem", "train", "run.toml", "--device", "cpu")
     lines = [line for line in said.splitlines() if line.startswith("gem: error: ")]
-    what = "plan for 2 ranks (1 zones of 1 hosts of 2 GPUs): expert = 3 does not divide shard = 2; the nearest possible"
-    assert code == 1 and len(lines) == 1 and lines[0].startswith(f"gem: error: {what} plan: "), said
+    what = "plan.expert = 3 does not divide plan.shard = 2 (2 ranks: 1 zone, 1 host, 2 ranks a host); accepted, as "
+    assert code == 1 and len(lines) == 1 and lines[0].startswith(f"gem: error: {what}"), said
     assert said.count("exitcode  : 2") == 2  # of both ranks, in torchrun's summary
     assert f"traceback : {lines[0]}" in said.partition("Root Cause")[2]
 

@@ -339,6 +339,16 @@ def test_zeros_come_back_as_zeros_and_what_is_not_finite_as_nan_in_its_place():
     assert torch.equal(back[x.isfinite()], x[x.isfinite()])
 
 
+def test_codes_are_gone_once_they_are_weights():
+    """FSDP would keep them for as long as the weight."""
+    shard = torch.randn(6, 130).as_subclass(EightBit)
+    shard.whole = torch.Size((6, 130))
+    codes = torch.cat([x.contiguous().view(torch.uint8).flatten() for x in reversed(quantise(shard))])
+    weight, inner = shard.fsdp_post_all_gather((codes,), 1, torch.float32) or (None, ())
+    assert codes.untyped_storage().nbytes() == 0 and len(inner) == 1 and inner[0] is weight
+    assert weight is not None and torch.equal(weight, dequantise(*quantise(shard)))
+
+
 def test_codes_are_of_eight_bits_and_there_may_be_no_rows():
     codes, amax = quantise(torch.ones(0, 130))
     assert (codes.dtype, codes.shape, amax.dtype, amax.shape) == (torch.float8_e4m3fn, (0, 130), torch.float32, (0, 2))

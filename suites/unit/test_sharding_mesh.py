@@ -1,6 +1,8 @@
 """Meshes: where each dimension of a plan lies, and what becomes of a plan that does not fit."""
 
 import itertools
+import tomllib
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
 from gem.errors import RequestError
-from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, plans
+from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, described, plans
+from gem.sharding.start import placed
+from gem.train.config import PlanConfig
 
 PARTS = st.integers(1, 6)
 
@@ -62,23 +66,76 @@ def test_each_dimension_lies_on_the_tier_that_it_is_made_for():
     assert tiers == {"shard": "zone", "replicate": "cluster", "table_shard": "zone", "table_replica": "cluster"}
 
 
+def test_a_tier_is_that_of_the_slowest_group():
+    """Hosts of four, experts on three: ranks 0 to 2 share a host, 3 to 5 do not."""
+    tiers = {one.dimension: one.tier for one in collectives(Plan(1, 12, 3), Cluster(1, 3, 4))}
+    assert tiers == {"shard": "zone", "expert": "zone", "expert_shard": "zone", "table_shard": "zone"}
+    tiers = {one.dimension: one.tier for one in collectives(Plan(2, 6), Cluster(3, 2, 2))}
+    assert tiers == {"shard": "cluster", "replicate": "cluster", "table_shard": "cluster"}
+
+
+def test_a_run_is_told_which_links_its_collectives_take():
+    lines = described(Plan(2, 8, 2, "v3", 2), Cluster(2, 4, 2))
+    assert lines[:2] == [
+        "plan: dense parameters all-gathered, gradients reduce-scattered: 8 ranks (shard) over the zone's network",
+        "plan: dense gradients all-reduced: 2 ranks (replicate) over the network between zones",
+    ]
+    assert len(lines) == 6 and all(line.startswith("plan: ") for line in lines)
+    crossing = [line for line in described(Plan(1, 16, 4), Cluster(2, 4, 2)) if not line.startswith("plan: ")]
+    assert crossing == [
+        "plan.shard = 16 crosses zones of 8 ranks: parameters go between zones; within a zone: "
+        "replicate = 2, shard = 8",
+        "plan.expert = 4 crosses hosts of 2 ranks: activations go between hosts; within a host: expert = 2",
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "what", "nearest"),
     [
-        (Plan(3), "replicate = 3 does not make 16", Plan(4, 4)),
-        (Plan(2, 4), "replicate = 2 times shard = 4 does not make 16", None),
-        (Plan(2, 8, 3), "expert = 3 does not divide shard = 8", Plan(2, 8, 4)),
-        (Plan(1, 16, 1, "v1", 2), "tables v1 lie once on all ranks, table_replicas = 2", Plan(1, 16)),
-        (Plan(1, 16, 1, "v2", 5), "table_replicas = 5 does not divide 16", Plan(1, 16, 1, "v2", 4)),
-        (Plan(0), "replicate = 0, accepted: 1 or more", Plan(1, 16)),
+        (Plan(3), "plan.replicate = 3 does not divide 16 ranks", Plan(4, 4)),
+        (Plan(2, 4), "plan.replicate = 2 times plan.shard = 4 is not 16 ranks", None),
+        (Plan(2, 8, 3), "plan.expert = 3 does not divide plan.shard = 8", Plan(2, 8, 4)),
+        (Plan(1, 16, 1, "v1", 2), 'plan.table_replicas = 2, and plan.tables = "v1" lie once on all', Plan(1, 16)),
+        (Plan(1, 16, 1, "v2", 5), "plan.table_replicas = 5 does not divide 16 ranks", Plan(1, 16, 1, "v2", 4)),
+        (Plan(2, 10**400), "plan.replicate = 2 times", None),
+        (Plan(0), "plan.replicate = 0 is less than 1", Plan(1, 16)),
     ],
 )
 def test_an_impossible_plan_is_refused_with_the_nearest_possible_one(plan, what, nearest):
     with pytest.raises(RequestError) as caught:
         complete(plan, Cluster(2, 2, 4))
-    assert what in str(caught.value) and "\n" not in str(caught.value)
-    if nearest is not None:
-        assert str(caught.value).endswith(f"the nearest possible plan: {nearest}")
+    said = str(caught.value)
+    assert said.startswith(what) and "(16 ranks: 2 zones, 2 hosts a zone, 4 ranks a host)" in said and "\n" not in said
+    told = Plan(**fields_of(said))
+    assert complete(told, Cluster(2, 2, 4)) == told
+    assert nearest is None or told == nearest
+
+
+def fields_of(said: str) -> dict[str, Any]:
+    """The fields of the plan that a refusal names, as TOML has them."""
+    return tomllib.loads(f"plan = {{ {said.partition('nearest that fits: ')[2]} }}")["plan"]
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.none() | st.integers(1, 12), st.integers(1, 12),
+    st.sampled_from(["v1", "v2", "v3"]), st.integers(1, 12), st.integers(1, 3), st.integers(1, 6),
+)  # fmt: skip
+def test_the_nearest_plan_fits_ranks_and_experts_and_keeps_the_rest(
+    size, replicate, shard, expert, tables, groups, zones, experts
+):
+    cuts: Any = {"it em": "column", "user": "table"}
+    p = PlanConfig(
+        zones=zones, gpus=2, replicate=replicate, shard=shard, expert=expert, tables=tables, table_replicas=groups,
+        cuts=cuts, gather="fp8",
+    )  # fmt: skip
+    try:
+        plan, cluster = placed(p, experts, size)
+    except RequestError as refused:
+        told = fields_of(str(refused))
+        assert told["cuts"] == cuts and told["gather"] == "fp8" and "transport" not in told, told
+        plan, cluster = placed(PlanConfig(**told), experts, size)
+    assert plan.shard is not None and plan.tables == tables and cluster.size == size
+    assert plan.replicate * plan.shard == size and plan.shard % plan.expert == experts % plan.expert == 0
 
 
 def test_no_cluster_is_empty():

@@ -1,5 +1,6 @@
 """Every plan trains as one process: losses, norms, gradients and parameters of five steps, in float64 and float32."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -88,6 +89,8 @@ def alone(dtype: torch.dtype) -> dict[str, Any]:
         tables.step(scale)
         found["losses"].append(float(loss))
         found["norms"].append(float(norm))
+    with torch.no_grad():
+        found["predictions"] = one(batch(0))
     return found | {"state": {name: x.detach() for name, x in one.state_dict().items()}}
 
 
@@ -97,10 +100,10 @@ def dense_of(shape: Sequence[int], ids: torch.Tensor, rows: torch.Tensor) -> tor
 
 def watched(stepper: ShardedStepper) -> dict[str, list[Any]]:
     """Filled step by step: this rank's pieces of all gradients, as they are when the optimizers begin."""
-    found: dict[str, list[Any]] = {"gradients": [], "of tables": []}
+    found: dict[str, list[Any]] = {"gradients": [], "of tables": [], "under way": [], "copies at parts": []}
     rename = global_names(stepper.model)
 
-    def look(*_: Any) -> None:
+    def look(scale: torch.Tensor) -> None:
         pieces = {}
         for name, p in stepper.model.named_parameters():
             grad = cast(DTensor, p.grad)
@@ -111,8 +114,23 @@ def watched(stepper: ShardedStepper) -> dict[str, list[Any]]:
         found["gradients"].append(pieces)
         rows = stepper.tables.gradients().items()
         found["of tables"].append({name: dense_of(stepper.tables.weights[name].shape, *x) for name, x in rows})
+        step_tables(scale)
 
-    stepper.dense_optimizer.register_step_pre_hook(look)
+    def of_v3(*_: Any) -> None:
+        tables = stepper.tables
+        own = {x.data_ptr() for x in tables._own}
+        copies[:] = [weakref.ref(x) for x in tables._shards if x.data_ptr() not in own]
+        found["under way"].append((len(copies), len(tables._waiting)))
+
+    def at_a_part(*_: Any) -> None:
+        found["copies at parts"].append(sum(one() is not None for one in copies))
+
+    copies: list[weakref.ref] = []  # of shards, of the step that comes
+    step_tables = stepper.tables.step
+    stepper.tables.step = look  # type: ignore[method-assign]
+    stepper.dense_optimizer.register_step_pre_hook(of_v3)
+    for part in stepper.model.parts().values():
+        part.register_forward_pre_hook(at_a_part)
     return found
 
 
@@ -137,11 +155,21 @@ def train(
         assert done.norm is not None
         found["losses"].append(float(done.loss))
         found["norms"].append(float(done.norm))
+    found |= evaluated(stepper, batch(0).take(4 * world.rank, 4 * world.rank + 4))
     if save:
         Checkpoints(folder).save(stepper.number - 1, stepper.state())
     rename = global_names(one)
     state = {rename(n): x.full_tensor() if isinstance(x, DTensor) else x for n, x in one.state_dict().items()}
     return found | {"state": state, "held": stepper.tables.held, "tables": stepper.tables.weights}
+
+
+def evaluated(stepper: ShardedStepper, samples: Samples) -> dict[str, Any]:
+    """Predictions, and what is gathered or kept behind them: whatever follows, a checkpoint say, finds shards."""
+    predictions = stepper.predict(samples)
+    kept = [name for name, p in stepper.model.named_parameters() if not isinstance(p, DTensor)]
+    tables = stepper.tables
+    assert sum(x.numel() for x in stepper.own_weights()) and not (tables._shards or tables._routes)
+    return {"predictions": predictions, "gathered": kept}
 
 
 def refused() -> str:
@@ -183,6 +211,10 @@ def assert_equal(mine: list[dict[str, Any]], wanted: dict[str, Any], tolerance: 
             rows, columns = slice(piece.rows.start, piece.rows.stop), slice(piece.columns.start, piece.columns.stop)
             whole = wanted["state"][f"tables.{key(name)}"][rows, columns]
             torch.testing.assert_close(one["tables"][name], whole, rtol=tolerance, atol=tolerance)
+        assert one["gathered"] == []
+    for task, wanted_B in wanted["predictions"].items():
+        predicted_B = torch.cat([one["predictions"][task] for one in mine])
+        torch.testing.assert_close(predicted_B, wanted_B, rtol=10 * tolerance, atol=10 * tolerance)
     # Together the ranks have every dense parameter.
     names = {name for one in mine for name in one["state"]}
     assert names == {name for name in wanted["state"] if not name.startswith("tables.")}
@@ -216,7 +248,7 @@ def test_every_plan_trains_as_one_process_does(name, found, reference):
 
 @pytest.mark.parametrize("plans", HANDED_ON, ids="-".join)
 def test_another_plan_goes_on_from_a_checkpoint_as_if_nothing_had_been(plans, found, reference):
-    later = {name: x if name == "state" else x[3:] for name, x in reference.items()}
+    later = {name: x if name in ("state", "predictions") else x[3:] for name, x in reference.items()}
     assert_equal([one["-".join(plans)] for one in found], later, 1e-9)
 
 
@@ -243,6 +275,18 @@ def test_clipped_gradients_of_all_ranks_have_the_norm_that_is_allowed(name, foun
         assert float(norm) == pytest.approx(CONFIG["clip"], rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["v3", "all"])
+def test_v3_gathers_beside_the_dense_optimizer_and_has_no_copy_left_when_layers_work(name, found):
+    """Between, the copies' lookup frees them; where a step has two pieces (the fourth), that of the second one."""
+    for one in (one[name] for one in found):
+        assert all(copies == waiting > 0 for copies, waiting in one["under way"]) and len(one["under way"]) == STEPS
+        parts = one["copies at parts"]
+        each = len(parts) // (STEPS + 2)  # the second piece, and what predicts
+        of_pieces = [set(parts[i : i + each]) for i in range(0, len(parts), each)]
+        copies = one["under way"][0][0]
+        assert of_pieces == [{0}, {0}, {0}, {copies}, {0}, {0}, {0}]
+
+
 def test_the_reference_learns(reference):
     """Else all plans could agree on nothing: it clips, and every table and weight moves."""
     assert min(reference["norms"]) > CONFIG["clip"]
@@ -252,4 +296,4 @@ def test_the_reference_learns(reference):
 
 def test_experts_that_cannot_be_dealt_are_refused(found):
     for one in found:
-        assert one["refused"] == "3 experts a layer over expert = 2 ranks; accepted: a number of ranks that divides it"
+        assert one["refused"] == "plan.expert = 2: 3 experts a layer; accepted: a number of ranks that divides it"

@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from model_data import small_schema
 from tables_program import adagrad_f64
 
 from gem.errors import RequestError
+from gem.model import gem_model
+from gem.model.config import preset
 from gem.sharding.adagrad import rounded
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.placement import Cut, Placement, Range, Table
+from gem.sharding.start import as_alone
 from gem.sharding.tables import ShardedTables, drawn, sliced
 
 F64 = torch.float64
@@ -162,6 +166,10 @@ def learn_in_bf16(plan: Plan, gradient: float = 1.0, steps: int = 40) -> dict:
     return {"weights": tables.weights, "sums": tables.sums, "memory": tables.memory_bytes(), "kinds": sorted(kinds)}
 
 
+def raise_(error: Exception) -> None:
+    raise error
+
+
 def ask_wrongly(plan: Plan) -> list[str]:
     tables = ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), lr=0.1)
     said = []
@@ -173,6 +181,22 @@ def ask_wrongly(plan: Plan) -> list[str]:
     for offsets in ([], [0, 1], [1, 2], [0, 2, 1, 2]):
         with pytest.raises(RequestError, match=r"table 't': offsets .* of ids \(2,\); accepted: \[samples \+ 1\]"):
             tables.pooled([("t", torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))])
+    with pytest.raises(RequestError, match=r"table 't': offsets of torch.float32; accepted: int32, int64"):
+        tables.pooled([("t", torch.tensor([1, 2]), torch.tensor([0.0, 2.0]))])
+    odd: dict[str, Any]
+    for odd in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "eps": 0.0}, {"lr": 0.1, "initial": -1.0}):
+        with pytest.raises(RequestError, match=r"tables: (lr|eps|initial) \S+; accepted: finite, \S+ or more"):
+            ShardedTables([Table("t", 8, 4)], build(plan, CLUSTER, "cpu"), drawn(0), **odd)
+    with pytest.raises(RequestError, match="tables: none; accepted: one or more"):
+        ShardedTables([], build(plan, CLUSTER, "cpu"), drawn(0), lr=0.1)
+    narrow = torch.tensor([1, 2], dtype=torch.int32)
+    wide = tables.pooled([("t", narrow, torch.tensor([0, 2], dtype=torch.int32))])[0]
+    assert torch.equal(wide, tables.pooled([("t", narrow.long(), torch.tensor([0, 2]))])[0])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LookupError) as numbers:
+        patch.setitem(tables._groups[0].offsets, "t", 2**31)  # as if so many rows came before
+        patch.setattr("gem.sharding.tables.RowRoute", lambda roads, numbered, *_: raise_(LookupError(numbered)))
+        tables.fetch([("t", narrow)])
+    assert numbers.value.args[0][0].tolist() == [2**31 + 1, 2**31 + 2]
     with pytest.raises(RequestError, match="id 8; accepted: 0 to 7"):
         tables.pooled([("t", torch.tensor([8]), torch.tensor([0, 1]))])
     return said
@@ -374,6 +398,25 @@ def test_rows_begin_alike_whoever_draws_them():
     assert torch.equal(torch.cat(parts), everything)
     assert float(everything.std()) == pytest.approx(0.05, rel=0.02)
     assert not torch.equal(everything, drawn(5)(Table("u", 10_000, 3), Placement([table], 1).piece(table, 0)))
+
+
+def test_owners_begin_with_what_one_process_begins_with(monkeypatch):
+    """Tables and, drawn behind them, all that is dense, whatever the blocks in which numbers are drawn."""
+    monkeypatch.setattr(gem_model, "_BLOCK", 7)
+    assert [(first, len(rows)) for first, rows in gem_model.initial_rows(20, 2)] == [(0, 7), (7, 7), (14, 6)]
+    schema, sizes = small_schema(), preset("tiny", dim=16, heads=1)
+    torch.manual_seed(3)
+    whole = gem_model.GemModel(schema, sizes)
+    placed = [Table(t.name, t.rows, sizes.table_dim, cut) for t, cut in zip(schema.tables, CUTS, strict=True)]
+    for rank in range(3):
+        torch.manual_seed(3)
+        weights, placement = as_alone(torch.device("cpu")), Placement(placed, 3)
+        for table in placed:
+            piece = placement.piece(table, rank)
+            own = whole.tables[gem_model.key(table.name)][piece.rows.start : piece.rows.stop]
+            assert torch.equal(weights(table, piece), own[:, piece.columns.start : piece.columns.stop])
+        dense = gem_model.GemModel(schema, sizes, read=lambda requests: [])
+        assert all(torch.equal(x, whole.get_parameter(name)) for name, x in dense.named_parameters())
 
 
 @pytest.mark.parametrize(

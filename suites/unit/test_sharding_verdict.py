@@ -1,14 +1,21 @@
 """Who is at fault, judged from what ranks say; and batches of as many lanes as a run began with, on any ranks."""
 
+import re
+import socket
 import sys
+import threading
+from datetime import timedelta
 from fractions import Fraction
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
+from gem.cli import main
 from gem.data.reader_lanes import Lanes, cut, shares
 from gem.data.readers import Reader, ReaderStrategy
 from gem.data.samples import merge
@@ -16,6 +23,7 @@ from gem.data.synthetic import Synthetic, SyntheticConfig
 from gem.errors import RequestError
 from gem.sharding.verdict import (
     Beat,
+    Ended,
     Limits,
     Verdict,
     code_of,
@@ -27,6 +35,9 @@ from gem.sharding.verdict import (
     stuck,
     text_of,
 )  # fmt: skip
+from gem.sharding.watch import Watch
+from gem.train.config import parse_config
+from gem.train.world import join
 
 
 def beats(*given: dict) -> dict[int, Beat]:
@@ -81,6 +92,9 @@ def test_limits_follow_from_one_number():
     assert Limits.of(600.0) == Limits(still=600.0, silent=60.0, gone=5.0, beat=1.0)
     short = Limits.of(5.0)
     assert short.still == short.silent == 5.0 and short.beat < short.gone < short.silent
+    for wrong in (4.0, 1e18, float("inf"), float("nan")):  # which no clock of torch's can wait for
+        with pytest.raises(RequestError, match="timeout_s = "):
+            parse_config({"data": {"kind": "synthetic"}, "timeout_s": wrong}, "test")
 
 
 def test_words_come_through_the_store_as_they_went():
@@ -185,3 +199,96 @@ def test_a_place_is_any_ranks_and_no_other_readers():
         Lanes(reader(2), 0, 2).load_state_dict({})
     with pytest.raises(RequestError, match="rank 2 of 2; accepted"):
         Lanes(reader(2), 2, 2)
+
+
+# -- who starts the ranks ----------------------------------------------------------------------------------------------
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{free}"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment; accepted: a whole number, 1 or more"),
+        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2 in the environment; accepted: 0 to 1"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 in the environment"),
+        ({"MASTER_ADDR": None}, "the ranks' store, MASTER_ADDR not set, MASTER_PORT"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT abc: "),
+        ({"MASTER_PORT": "{taken}"}, "EADDRINUSE"),
+        ({"RANK": "1"}, "in which rank 0 is started too"),  # nobody serves it
+    ],
+    ids=str,
+)
+def test_an_environment_that_leads_to_no_ranks_is_one_line(changes, what, monkeypatch, capsys):
+    with socket.socket() as taken, socket.socket() as free:
+        for one in (taken, free):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"taken": taken.getsockname()[1], "free": free.getsockname()[1]}
+        free.close()
+        for name, value in (TWO | changes).items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value.format(**ports))
+        with pytest.raises(RequestError, match=re.escape(what)) as caught, join("cpu", timeout_s=1.0):
+            pass
+        assert "\n" not in str(caught.value) and "; accepted: " in str(caught.value)
+    if "WORLD_SIZE" in changes:  # which the command asks for before anything else
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "none.toml"])
+        assert ended.value.code == 2 and capsys.readouterr().err.strip() == f"gem: error: {caught.value}"
+
+
+def test_who_hangs_once_rank_0_is_done_is_still_judged(monkeypatch):
+    """Both ranks in this process; what would end it is noted instead."""
+    ended: list[tuple[int, Verdict]] = []
+
+    def quit_of(watch: Watch, verdict: Verdict) -> None:
+        ended.append((watch.rank, verdict))
+        watch._stop.set()
+
+    monkeypatch.setattr(Watch, "_quit", quit_of)
+    monkeypatch.setattr(Watch, "_tell", lambda watch, verdict, error=None: watch.store.set("told", "1"))
+    store = HashStore()
+    first, hung = Watch(store, 0, 2, 1.0), Watch(store, 1, 2, 1.0)
+    other = threading.Thread(target=hung.begin)
+    other.start()
+    first.begin()
+    other.join()
+    hung.at("what it never leaves")
+    first.leave()
+    hung._stop_threads()
+    assert dict(ended).keys() == {0, 1} and {verdict.code for _, verdict in ended} == {3}
+    assert ended[0][1].text.startswith("rank 1: no progress for 1 s in what it never leaves")
+
+
+def test_a_ranks_patient_work_is_told_as_such():
+    watch = Watch(HashStore(), 0, 1, 5.0)
+    with watch.patient("reading all data"):
+        beat = watch._beat()
+        assert beat.patient and beat.place == "reading all data"
+    assert not watch._beat().patient
+
+
+def test_torchs_own_timeout_comes_behind_the_watch(monkeypatch):
+    given: dict[str, Any] = {}
+
+    def group(backend: str, **more: Any) -> None:
+        given.update(more)
+        raise LookupError("no further")
+
+    class Quiet(Watch):
+        def begin(self) -> None:
+            pass
+
+        def end(self, error: BaseException) -> Verdict:
+            return Verdict(0, str(error), 3)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("gem.sharding.watch.connect", lambda timeout_s: (None, Quiet(HashStore(), 0, 2, timeout_s)))
+    monkeypatch.setattr("torch.distributed.init_process_group", group)
+    with pytest.raises(Ended, match="no further"), join("cpu", timeout_s=7.0):
+        pass
+    assert given["timeout"] == timedelta(seconds=67)

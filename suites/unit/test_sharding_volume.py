@@ -11,10 +11,13 @@ from model_data import random_samples, small_schema
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem.data.samples import Samples
+from gem.errors import RequestError
+from gem.model import gem_model
 from gem.sharding.collectives import Traffic, sum_bytes, telling
 from gem.sharding.counting import COPIES, PARAMETERS, Counter
 from gem.sharding.mesh import Cluster, Plan, build
 from gem.sharding.start import sharded_stepper
+from gem.sharding.tables import ShardedTables, drawn
 from gem.sharding.volume import step_bytes
 from gem.train.config import parse_config
 from gem.train.world import World
@@ -27,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "experts on all": {"expert": 4, "tables": "v3", "table_replicas": 4},
     "v2": {"replicate": 2, "tables": "v2", "table_replicas": 2, "cuts": CUTS},
     "all": {"replicate": 2, "expert": 2, "tables": "v3", "table_replicas": 2, "cuts": CUTS},
+    "bf16": {"replicate": 2, "expert": 2, "tables": "v3", "table_replicas": 2},  # the run and its tables
 }
 # Sizes that no number of ranks divides: shards have padding.
 SIZES = {"dim": 18, "heads": 1, "head_dim": 16, "layers": 2, "experts": 4, "expert_hidden": 13, "head_hidden": 7}
@@ -42,9 +46,18 @@ def batches() -> list[Samples]:
 def on_this_rank() -> dict[str, Any]:
     found: dict[str, Any] = {"primitives": primitives()}
     world = World(dist.get_rank(), RANKS, torch.device("cpu"))
+    setattr(gem_model, "_table", None)  # noqa: B010 - a rank that made one whole would call it
     for name, plan in PLANS.items():
         document = {"data": {"kind": "synthetic"}, "clip": 0.5, "model": SIZES, "plan": {"gpus": 2, **plan}}
+        document["precision"] = "bf16" if name == "bf16" else "fp32"
         stepper = sharded_stepper(small_schema(), parse_config(document, "test"), world)
+        if name == "bf16":  # handed out in fp32
+            tables, begun = list(stepper.tables.tables.values()), drawn(0, dtype=torch.bfloat16)
+            stepper.tables = ShardedTables(
+                tables, stepper.meshes, begun, lr=0.1, traffic=stepper.traffic, dtype=torch.float32
+            )
+            stepper.tables.gather()
+            stepper.model.read = stepper.tables.fetch
         wanted = step_bytes(stepper, batches())
         counts = []
         for _ in range(2):  # the first step makes what it needs, and may not send for it
@@ -53,6 +66,11 @@ def on_this_rank() -> dict[str, Any]:
                 stepper.step(batches()[world.rank])
             counts.append((counter.by_purpose(), dict(stepper.traffic.sent)))
         found[name] = (wanted, counts)
+        cuts = {table.name: table.cut for table in stepper.tables.tables.values()}
+        assert cuts == {name: plan.get("cuts", {}).get(name, "row") for name in CUTS}
+    document["plan"] = {"gpus": 2, "transport": "copy_engine"}
+    with pytest.raises(RequestError, match=r"plan\.transport = 'copy_engine': the ranks are on cpu; it needs GPUs"):
+        sharded_stepper(small_schema(), parse_config(document, "test"), world)
     return found
 
 

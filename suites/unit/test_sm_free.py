@@ -15,7 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from gem.errors import RequestError
-from gem.sharding.sm_free import Offer, PulledAllGather, Ring, checked, install, lacking, own_parameters, tried, users
+from gem.sharding.sm_free import (
+    ALIGNED,
+    Offer,
+    PulledAllGather,
+    Ring,
+    atomics_between,
+    checked,
+    gathered_bytes,
+    install,
+    lacking,
+    own_parameters,
+    tried,
+    use_backend,
+    users,
+)
 
 # ---- what is missing
 
@@ -65,6 +79,55 @@ def test_an_unknown_transport_is_refused() -> None:
         parse_config({**document, "plan": {"transport": "sm"}}, "run.toml")
 
 
+class Driver:
+    """Of two GPUs with atomics in each other's memory, and a third that has none."""
+
+    def cuDeviceGetP2PAttribute(self, found: Any, attribute: int, one: int, other: int) -> int:
+        """CUDA's answer, 0 where it has one."""
+        assert attribute == 3
+        if other > 2:
+            return 101  # CUDA_ERROR_INVALID_DEVICE
+        found._obj.value = int({one, other} == {0, 1})
+        return 0
+
+
+def test_nvlink_is_told_by_atomics_too() -> None:
+    def of(one: int, other: int) -> bool:
+        return atomics_between(one, other, lambda name: Driver())
+
+    assert of(0, 1) and of(1, 0) and not of(0, 2) and not of(0, 3)
+
+    def none(name: str) -> Any:
+        raise OSError(name)
+
+    assert not atomics_between(0, 1, none)
+
+
+class Backends:
+    """torch.distributed._symmetric_memory of torch 2.11: what is set from the start is not among those to choose."""
+
+    def __init__(self, begun: str) -> None:
+        self.set, self.others = begun, {"CUDA", "NCCL", "NVSHMEM"} - {begun}
+
+    def get_backend(self, device: torch.device) -> str:
+        """What is set."""
+        return self.set
+
+    def set_backend(self, name: str) -> None:
+        """As torch says it."""
+        if name not in self.others:
+            raise RuntimeError(f"SymmetricMemory does not find allocation backend {name}")
+        self.set = name
+
+
+@pytest.mark.parametrize("begun", ["CUDA", "NCCL", "NVSHMEM"])  # by TORCH_SYMMMEM
+@pytest.mark.parametrize("name", ["CUDA", "NCCL"])
+def test_a_backend_is_set_where_it_is_not_yet(begun: str, name: str) -> None:
+    memory = Backends(begun)
+    use_backend(memory, name, torch.device("cuda", 0))
+    assert memory.set == name
+
+
 # ---- buffers in turns
 
 
@@ -100,6 +163,11 @@ def test_a_ring_goes_round_and_grows_by_what_was_asked_alone() -> None:
     # Turns 0 1 2 0 1 2 0: of 512, 1,024, 512; the sixth needs more than its slot had.
     assert made == [512, 1024, 512, 1024]
     assert places[3] == places[0] and places[4] == places[1] and places[6] == places[0]
+    made.clear()
+    ring = Ring(make, count=2, least=600)
+    for nbytes in (10, 600, 1024, 1025):
+        assert ring.take(nbytes).numel() == nbytes
+    assert made == [1024, 1024, 1536]
 
 
 def test_what_is_still_in_use_is_not_handed_out_again() -> None:
@@ -210,6 +278,7 @@ def trained(folder: str, by: str) -> dict[str, Tensor]:
     parts = [fully_shard(part, mesh=mesh) for part in (model.first, model.twice, inner[0], inner, model.last)]
     fully_shard(model, mesh=mesh)
     model.first.set_modules_to_forward_prefetch([model.twice])  # type: ignore[operator]
+    gather = None
     if by == "files":
         gather = pulled(folder)
         for part in (*parts, model):
@@ -221,6 +290,9 @@ def trained(folder: str, by: str) -> dict[str, Tensor]:
         model(torch.randn(6, 7, generator=draw)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if gather is not None:  # what FSDP asked for, not more
+        needed = max(gathered_bytes(part, dist.get_world_size()) for part in parts)  # type: ignore[arg-type]
+        assert max(slot.own.nbytes for slot in gather.ring._slots if slot) == -(-needed // ALIGNED) * ALIGNED
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 

@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from gem.errors import RequestError
-from gem.harness import measured_params, report, report_scaling
+from gem.harness import measured_params, names, report, report_scaling
 from gem.harness.case import MeasuredCase, build_cases
 from gem.harness.report_lines import lines_of
 from gem.harness.results import Document, Row, own_status
 from gem.harness.runner import RunOptions, open_session, run_case
 from gem.harness.sharding_params import ShardingParams
-from gem.harness.subject_sharding import Sharding
+from gem.harness.sharding_rank import Found
+from gem.harness.subject_sharding import Sharding, _work
 from gem.harness.table import results_tables
 
 FILE = Path("suites/scaling/some.toml")
@@ -123,6 +124,9 @@ def test_what_a_case_finds(rows):
     assert {"sent.experts_activations.host", "sent.copies_gradients.host"} <= parts.keys()
     assert value(two, "cpu_ms") > 0 and 0 < value(two, "work_ratio") < 2
     assert value(one, "flops_per_rank") > 0 and value(two, "max_over_mean") >= 1
+    # In the notes of a line all metrics' words stand together: each says whose it is.
+    noted = {row.metric: row.reason for row in two}
+    assert all(noted[metric].startswith(f"{metric}: ") for metric in ("work_ratio", "cpu_ms", "collectives_ms"))
 
 
 def test_what_is_wrong_fails_the_case(rows):
@@ -132,6 +136,15 @@ def test_what_is_wrong_fails_the_case(rows):
     assert [row.reason for row in found[2]] == ["RankFailure: rank 1 of 2: ValueError: no batch for this rank"]
     bad = [row for row in found[3] if row.status == "fail"]
     assert [row.metric for row in bad] == ["bytes_unexplained"]
+
+
+@pytest.mark.parametrize(("scaling", "share"), [("weak", 1.0), ("strong", 0.25)])
+def test_work_is_that_of_the_rank_that_needs_most_against_its_share_of_one_process(scaling, share):
+    """One process needs 8 s: for a rank's batch (weak), or for all four ranks' (strong). The slowest rank, 5 s."""
+    found = [Found(cpu_s=[s, s, 9.0], flops=1.0, wall_s=1.0) for s in (2.0, 3.0, 5.0, 4.0)]
+    params = ShardingParams(ranks=4, batch=8, scaling=scaling)
+    told = {one.name: one.value for one in _work(params, Found(cpu_s=[8.0, 8.0, 90.0]), found)}
+    assert told["work_ratio"] == pytest.approx(8.0 * share / 5.0) and told["cpu_ms"] == 5000.0
 
 
 # ---- in the report
@@ -145,6 +158,9 @@ def test_the_report_draws_a_line_a_plan(rows):
     assert plan.points("bytes_sent") == [(1, 0.0), (2, value(rows["v2-2"], "bytes_sent"))]
     page = report.render(document)
     assert page.count('class="curve plan k0"') == len(report_scaling.DRAWN)
+    # A plot's bytes are in the unit of the tables.
+    assert {unit for metric, _, unit, _ in report_scaling.DRAWN if names.METRICS[metric].unit == "B"} == {"MiB"}
+    assert {factor for _, factor, unit, _ in report_scaling.DRAWN if unit == "MiB"} == {2**-20}
     assert "bytes a rank sends in a step" in page and "experts activations" in page
     # Each part stands in its own table alone.
     assert "sent.counts.host" not in page

@@ -9,7 +9,7 @@ from rich.console import Console
 from gem.harness.events import Event
 from gem.harness.progress import LiveProgress, ReadProgress
 from gem.harness.results import Document, Row
-from gem.harness.table import Line, lines_of, machine_text, number, results_tables, summarise
+from gem.harness.table import Line, lines_of, machine_text, number, quantity, results_tables, summarise
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,19 @@ from gem.harness.table import Line, lines_of, machine_text, number, results_tabl
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("ranks", 1.0, "1"), ("ranks", 128.0, "128"), ("bytes_sent", 0.0, "0 B"), ("bytes_sent", 1000.0, "1,000 B"),
+        ("bytes_sent", 1536.0, "1.50 KiB"), ("memory_tables", 3 * 2**20, "3.00 MiB"),
+        ("peak_memory", 2**31, "2.00 GiB"), ("input_wait", 0.25, "25.0 %"), ("cpu_ms", 1.0, "1.00"),
+        ("bytes_sent", None, ""),
+    ],
+)  # fmt: skip
+def test_quantities_are_in_their_unit(metric: str, value: float | None, text: str) -> None:
+    assert quantity(metric, value) == text
 
 
 def test_no_row_is_left_out_of_the_table() -> None:

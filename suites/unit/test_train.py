@@ -286,6 +286,7 @@ def test_the_word_none_for_what_may_be_nothing():
         "history",
     )
     assert parse_config(json.loads(config.model_dump_json()), "test") == config
+    assert parse_config({"data": {"kind": "synthetic"}, "plan": "none"}, "test").plan is None
     with pytest.raises(RequestError, match="lr = 'none'"):
         parse_config({"data": {"kind": "synthetic"}, "lr": "none"}, "test")
     assert (
@@ -352,7 +353,8 @@ def test_gem_train_on_a_log_leaves_documents_and_events(tmp_path):
     assert "tower.0" in html.read_text()
     told = document.request
     assert (told["steps"], told["from_step"], told["config"]["reader"]["batch"]) == (8, 0, 32)
-    assert (told["model"]["layers"], told["model"]["dim"]) == (1, 64)
+    assert (told["model"]["layers"], told["model"]["dim"], told["ranks"]) == (1, 64, 1)
+    assert "steps an epoch, dealt to 1 rank, batches of" in told["data"]
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=180, env=os.environ | {"COLUMNS": "200"})
     assert "all 8 steps are done: the results have no speed" in again.stderr

@@ -58,10 +58,10 @@ def test_what_the_kernels_cannot_do_is_refused_with_its_reason(hopper, changed, 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_it_runs_when_named_and_says_whose_the_backward_is(hopper, dtype, head_dim):
+def test_auto_prefers_it(hopper, dtype, head_dim):
     call = CALL._replace(dtype=dtype, head_dim=head_dim)
-    assert choose(call, "gluon").impl == "gluon" and "backward: the Triton kernels" in choose(call, "gluon").why
-    assert choose(call).impl != "gluon" and "run when named" in choose(call).others["gluon"]
+    assert choose(call, "gluon").impl == "gluon"
+    assert choose(call).impl == "gluon" and choose(call).why == "auto: preferred"
 
 
 @pytest.mark.parametrize(("device", "capability", "interpret", "reason"), [
@@ -79,23 +79,24 @@ def test_where_it_runs(monkeypatch, device, capability, interpret, reason):
 
 
 @pytest.mark.parametrize(
-    ("version", "old"), [("3.5.1", True), ("2.9.0", True), ("3.6.0", False), ("3.10.0+git1", False)]
+    ("version", "fits"),
+    [("3.5.1", False), ("2.9.0", False), ("3.6.0", True), ("3.7.1+git1", True), ("3.9.0", False), ("3.10.0", False)],
 )
-def test_an_older_triton_is_refused(version, old):
+def test_another_triton_is_refused(version, fits):
     reason = with_gluon._unfit(version)
-    assert (reason is not None) is old
-    assert not old or f"triton 3.6 or newer, this is {version}" in str(reason)
+    assert (reason is None) is fits
+    assert fits or f"written for triton 3.6 and 3.7, this is {version}" in str(reason)
 
 
 def test_a_triton_whose_gluon_lacks_something_is_refused(monkeypatch):
     from triton.experimental.gluon.language.nvidia import hopper
 
     monkeypatch.delattr(hopper, "warpgroup_mma")
-    assert "triton 3.9.0 is not the one that the kernels are written in: no warpgroup_mma" in str(
-        with_gluon._unfit("3.9.0")
+    assert "triton 3.7.0 is not the one that the kernels are written in: no warpgroup_mma" in str(
+        with_gluon._unfit("3.7.0")
     )
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", None)
-    assert "triton 3.9.0 is not the one" in str(with_gluon._unfit("3.9.0"))
+    assert "triton 3.7.0 is not the one" in str(with_gluon._unfit("3.7.0"))
 
 
 def test_without_triton_it_says_how_to_get_it(monkeypatch):
@@ -139,7 +140,7 @@ def test_strides_that_the_copy_engine_reads(x, readable):
 
 @pytest.mark.parametrize(("arguments", "impl"), [
     ({"impl": "gluon"}, "gluon"),
-    ({}, "torch"),
+    ({}, "gluon"),
     ({"causal": True}, "torch"),
     ({"window": (5, -1)}, "torch"),
     ({"window": (-1, 5)}, "torch"),
@@ -253,7 +254,7 @@ def test_the_arguments_of_a_launch(launched, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
     q, k = rows(2010), rows(60)
     out = forward(q, k, k, offsets([300, 0, 1700]), offsets([10, 20, 30]), out_scale=3.0)
-    (_, grid, q_given, k_given, _, out_given, tiles, jobs, heads, programs, shared, scale, out_scale) = launched[0]
+    (_, grid, q_given, k_given, _, out_given, tiles, _, jobs, heads, programs, shared, scale, out_scale) = launched[0]
     assert q_given is q and k_given is k and out_given is out and out.shape == q.shape
     assert jobs == 2 * len(tiles) and (heads, shared, scale, out_scale) == (2, 0, 0.5, 3.0)
     assert grid == (programs,) == (7,)

@@ -222,8 +222,17 @@
     }
   });
 
+  // A click is for the cell that it began on: what is drawn only now, further up, may move another one beneath a pointer
+  // that stays where it is, between press and release, and the browser then names the two cells' table.
+  const cellAt = (event) => (event.target instanceof Element ? event.target.closest("tbody td") : null);
+  let pressed = { cell: null, x: 0, y: 0 };
+  document.addEventListener("pointerdown", (event) => {
+    pressed = { cell: cellAt(event), x: event.clientX, y: event.clientY };
+  });
+
   document.addEventListener("click", (event) => {
-    const cell = event.target instanceof Element ? event.target.closest("tbody td") : null;
+    const stays = Math.abs(event.clientX - pressed.x) < 4 && Math.abs(event.clientY - pressed.y) < 4;
+    const cell = event.detail && stays ? pressed.cell : cellAt(event);
     if (cell && isStop(cell) && !(cell.dataset.t && String(getSelection()))) act(cell);
   });
 
