@@ -236,5 +236,5 @@ def test_all_that_is_measured_fits_in_one_report(tmp_path: Path) -> None:
         said = page.evaluate("document.querySelector('#commands').textContent")
         assert len(json.loads(said)) > 100
         lines = {(k, one.suite, one.case, one.direction, one.impl) for k, doc in enumerate(found) for one in doc.rows}
-        sections = ", ".join(f"[id^={kind}-] tbody tr" for kind in ("results", "throughput", "scaling"))
+        sections = ", ".join(f"[id^={kind}-] tbody tr" for kind in ("results", "throughput", "scaling", "ablation"))
         assert page.locator(sections).count() == len(lines)
