@@ -14,6 +14,7 @@ Statistics and ``interleave`` run in the parent and need no torch; ``Timer`` run
 import contextlib
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gem.errors import RequestError
 from gem.harness.nvml import Gpu
 from gem.harness.worker import WorkerFailure
 
@@ -170,7 +172,15 @@ def interleave(
 
 
 def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of all last-level caches that this process's cores can use; 32 MiB where the machine does not say."""
+    """Bytes of all last-level caches that this process's cores can use; 32 MiB where the machine does not say.
+
+    GEM_LLC_MIB says it instead: a virtual machine of two cores names its host's cache, of hundreds of MiB, and to
+    rewrite twice that before each timed call takes longer than the calls. It stands in every document's settings.
+    """
+    if told := os.environ.get("GEM_LLC_MIB"):
+        if not re.fullmatch(r"[1-9]\d{0,4}", told):
+            raise RequestError(f"GEM_LLC_MIB={told!r}; accepted: MiB, a whole number from 1 to 99999")
+        return int(told) << 20
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     caches: dict[tuple[int, str], int] = {}
     for core in cores:

@@ -70,6 +70,35 @@ def _prefetch(parts: Sequence[FSDPModule]) -> None:
         following.set_modules_to_backward_prefetch([one])
 
 
+class OwnShards:
+    """This rank's piece of each parameter as a parameter of its own, in the same memory: what an optimizer updates.
+
+    An update of an element needs nothing of other ranks. Of the DTensors themselves, torch would work out anew for each
+    list of parameters how an update is placed: 2.5 s of the first five steps of a model of 60 parameters, on a CPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.wholes = dict(model.named_parameters())
+        self.own = {name: nn.Parameter(_local(p), p.requires_grad) for name, p in self.wholes.items()}
+
+    def items(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """By the parameters' names."""
+        return self.own.items()
+
+    def take_gradients(self) -> None:
+        """From the parameters, which have none then. Their memory is looked at anew: FSDP may have moved it."""
+        for name, whole in self.wholes.items():
+            own, local = self.own[name], _local(whole)
+            if own.data_ptr() != local.data_ptr():
+                own.data = local
+            own.grad = None if whole.grad is None else _local(whole.grad)
+            whole.grad = None
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+
+
 @torch.no_grad()
 def square_norm(parameters: Iterable[nn.Parameter], meshes: Meshes) -> Tensor:
     """[]: the squared norm of all ranks' gradients, each counted once whatever its copies."""

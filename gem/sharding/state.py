@@ -65,10 +65,15 @@ class DenseMoments:
 
     def __init__(self, dense: DenseState, model: GemModel) -> None:
         self.dense, self.rename = dense, global_names(model)
+        self.parameters = dict(model.named_parameters())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's own tensors."""
-        return {self.rename(name): tensors for name, tensors in self.dense.state_dict().items()}
+        """The optimizer's own tensors, which are of this rank's shards, placed as their parameters are."""
+        found = {}
+        for name, tensors in self.dense.state_dict().items():
+            whole = self.parameters[name]
+            found[self.rename(name)] = {key: _placed(x, whole) if x.dim() else x for key, x in tensors.items()}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Filled in place already."""
@@ -109,6 +114,13 @@ def _of_table(tables: ShardedTables, meshes: Meshes, table: Table, own: Tensor) 
     if tables.kind == "v3":
         return _whole(own, replicas, [Shard(0)], shape)
     return own
+
+
+def _placed(own: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return own
+    placements, shape = list(like.placements), torch.Size(like.shape)
+    return DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=shape, stride=like.stride())
 
 
 def _whole(own: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from gem.data.schema import Schema
 from gem.model import GemModel
 from gem.model.gem_model import Read
 from gem.sharding.collectives import Traffic
-from gem.sharding.dense import shard_model, square_norm
+from gem.sharding.dense import OwnShards, shard_model, square_norm
 from gem.sharding.lowbits import Gather, checked
 from gem.sharding.mesh import Cluster, Plan, build, described
 from gem.sharding.placement import Cut, Table
@@ -62,7 +62,8 @@ class ShardedStepper:
         self.experts = shard_model(model, self.meshes, self.traffic, gather=gather)
         install(model, transport, world.device)
         self.model = model
-        self.dense_optimizer = dense_optimizer(model.named_parameters(), config.lr, weight_decay=config.weight_decay)
+        self.shards = OwnShards(model)
+        self.dense_optimizer = dense_optimizer(self.shards.items(), config.lr, weight_decay=config.weight_decay)
         self.number = 0  # steps done
         self.tables.gather()
 
@@ -99,6 +100,7 @@ class ShardedStepper:
             norm, scale = self._clip(self.config.clip)
         self.tables.step(scale)
         self.tables.gather()  # for the next step: it travels beside what follows here, and beside that step's beginning
+        self.shards.take_gradients()
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
         self.number += 1

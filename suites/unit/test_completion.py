@@ -2,7 +2,6 @@
 
 import os
 import pty
-import re
 import select
 import shutil
 import subprocess
@@ -19,7 +18,9 @@ from gem.harness.suites import load_suites
 
 HOME = paths.suites_dir()
 GDPA = "suites/throughput/gdpa.toml"
-CPU_S = 0.6  # what a Tab may cost: 0.2 s of imports where the cases are read, and slack for a slow core
+# What a Tab may import: 390 modules where the cases are read, all light; numpy alone has a hundred, torch two thousand.
+MOST_MODULES = 450
+HEAVY = {"torch", "triton", "numpy", "pyarrow", "sklearn", "scipy", "pandas", "jinja2", "deepspeed", "torchrec"}
 
 
 def ask(*words: str, cwd: Path, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -105,16 +106,12 @@ def test_a_broken_suite_is_no_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("run", "su"), ("run", "-k", "cpu"), ("run", GDPA, "::", "c"), ("run", "--peers", "")]
 )
-def test_a_tab_costs_no_torch_and_no_wait(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_tab_imports_little(tmp_path: Path, words: tuple[str, ...]) -> None:
     traced = ask(*words, cwd=tmp_path, python=("-X", "importtime"))
-    assert "gem.commands.completion" in traced.stderr
-    assert not re.search(r"\| +torch$", traced.stderr, re.MULTILINE)
-    before = os.times()
-    ask(*words, cwd=tmp_path)
-    after = os.times()
-    # CPU time: other work on the machine is no fault of this.
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    assert spent < CPU_S
+    imported = [line.rpartition("|")[2].strip() for line in traced.stderr.splitlines() if "|" in line]
+    assert "gem.commands.completion" in imported
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in imported)
+    assert len(imported) < MOST_MODULES
 
 
 def test_every_completer_has_its_parameter() -> None:

@@ -96,7 +96,7 @@ def test_the_one_atomic_counts_jobs(case):
 
 def test_the_main_loop_stays_short(tmp_path):
     """Of each of two consumers. Loops with more products in them are longer."""
-    assert max(product_loops(compiled(*CASES[0]).ptx, tmp_path)[:2]) <= 800
+    assert max(product_loops(compiled(*CASES[0]), tmp_path)[:2]) <= 800
 
 
 def test_a_ring_of_fewer_than_two_tiles_is_refused():

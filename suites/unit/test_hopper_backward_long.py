@@ -95,5 +95,5 @@ def test_what_is_summed_has_a_fixed_order():
 @pytest.mark.parametrize(("case", "most"), [(WIDE, 560), (NARROW, 490)], ids=["128", "64"])
 def test_instructions_of_the_main_loop(case, most, tmp_path):
     """They are issued beside the products and bound them (docs/measured.md). 256 compute weights and slopes."""
-    loops = product_loops(compiled(*case)[0].ptx, tmp_path)[:CONSUMERS]
+    loops = product_loops(compiled(*case)[0], tmp_path)[:CONSUMERS]
     assert 300 < min(loops) <= max(loops) <= most

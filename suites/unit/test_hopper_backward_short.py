@@ -87,7 +87,7 @@ def test_the_atomics_count_jobs(case):
 
 def test_main_loops_stay_short(tmp_path):
     """Instructions beside products cost nearly a cycle each (docs/measured.md)."""
-    short, keep = (product_loops(compiled(*case).ptx, tmp_path) for case in (CASES[0], CASES[2]))
+    short, keep = (product_loops(compiled(*case), tmp_path) for case in (CASES[0], CASES[2]))
     assert max(x for x in short if x < 900) <= 690  # a tile of 128 keys
     assert max(x for x in keep if x < 1100) <= 970  # up to 256 keys, two blocks a consumer
 

@@ -145,7 +145,7 @@ def test_what_can_be_changed_costs_the_main_loop_nothing(tmp_path):
     changed: list[dict[str, int]] = [{}, {"pipelined": False}, {"zigzag": False}]
     kernels = [compiled("long", 128, BF16, "gelu_taylor", **one) for one in changed]
     # The main loop of each of two consumers; loops with more products in them are longer.
-    whole, *others = (product_loops(kernel.ptx, tmp_path)[:2] for kernel in kernels)
+    whole, *others = (product_loops(kernel, tmp_path)[:2] for kernel in kernels)
     assert 300 < min(whole) <= max(whole) <= 365
     assert all(max(loops) <= max(whole) + 1 for loops in others)  # one more or less is ptxas's mood
 

@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from gem.errors import RequestError
 from gem.harness import timing
+from gem.harness.environment import settings
 from gem.harness.timing import FEW_ROUNDS, MIN_ROUNDS, Timer, interleave, last_level_cache_bytes, summarize
 from gem.harness.worker import WorkerFailure
 
@@ -130,6 +132,7 @@ def test_cache_size_is_read_from_the_machine(tmp_path, monkeypatch):
             (folder / "level").write_text(f"{level}\n")
             (folder / "size").write_text(f"{size}\n")
             (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    monkeypatch.delenv("GEM_LLC_MIB", raising=False)
     monkeypatch.setattr(timing.os, "sched_getaffinity", lambda pid: {0, 1, 2})
     assert last_level_cache_bytes(tmp_path) == 2 * (16 << 20)
     monkeypatch.setattr(timing.os, "sched_getaffinity", lambda pid: {0, 1})
@@ -178,3 +181,12 @@ def test_warm_up_ends_for_one_that_never_settles():
     start = time.perf_counter()
     timer.warm_up(lambda: time.sleep(min(0.1, next(waits))), cap_s=0.2)
     assert time.perf_counter() - start < 1.0
+
+
+def test_a_virtual_machine_may_be_told_its_share_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEM_LLC_MIB", "48")
+    assert last_level_cache_bytes(tmp_path) == 48 << 20
+    assert settings()["GEM_LLC_MIB"] == "48"
+    monkeypatch.setenv("GEM_LLC_MIB", "8M")
+    with pytest.raises(RequestError, match=r"^GEM_LLC_MIB='8M'; accepted: MiB, a whole number from 1 to 99999$"):
+        last_level_cache_bytes(tmp_path)

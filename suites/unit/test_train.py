@@ -90,9 +90,10 @@ def test_a_run_gone_on_with_is_the_run_that_was_not_stopped(tmp_path):
 
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tmp_path):
     """A real process and a real SIGKILL, each time a little later, until one comes through."""
-    _, whole, _ = train(tmp_path / "whole", checkpoint_every=1)
+    changes = {"checkpoint_every": 1, "steps": 6}
+    _, whole, _ = train(tmp_path / "whole", **changes)
     config, folder = tmp_path / "run.json", tmp_path / "killed"
-    config.write_text(json.dumps(CONFIG | {"checkpoint_every": 1}))
+    config.write_text(json.dumps(CONFIG | changes))
     program = (
         "import json, sys; from pathlib import Path; from gem.train.config import parse_config; "
         "from gem.train.loop import Run; from gem.train.world import join\n"
@@ -115,15 +116,15 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(tmp_path):
     else:
         pytest.fail("no process came through")
     assert kills >= 1
-    result, resumed, _ = train(folder, checkpoint_every=1)
-    assert result.resumed_at == 12
+    result, resumed, _ = train(folder, **changes)
+    assert result.resumed_at == 6
     assert same(whole, resumed)
 
 
 def test_ranks_and_pieces_learn_what_one_batch_at_once_teaches(tmp_path):
     """Unequal lengths, clicks and rows touched on the ranks and in the pieces of a batch; clipping by one norm."""
     found = {}
-    for ranks, pieces in ((1, 1), (1, 3), (2, 1), (2, 5)):
+    for ranks, pieces in ((1, 1), (2, 1), (2, 5)):
         out = tmp_path / f"{ranks}-{pieces}.pt"
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone",
@@ -144,9 +145,9 @@ def test_ranks_and_pieces_learn_what_one_batch_at_once_teaches(tmp_path):
 
 def test_a_run_in_pieces_learns_the_same(tmp_path):
     """63 pieces of 64 samples too: one of two, the others of one."""
-    whole, weights, _ = train(tmp_path / "1")
+    whole, weights, _ = train(tmp_path / "1", steps=5)
     for pieces in (3, 63):
-        result, found, _ = train(tmp_path / str(pieces), pieces=pieces)
+        result, found, _ = train(tmp_path / str(pieces), steps=5, pieces=pieces)
         assert [p.loss for p in result.progress] == pytest.approx([p.loss for p in whole.progress], rel=1e-5)
         assert result.progress[-1].quality["ctr"]["ne"] == pytest.approx(
             whole.progress[-1].quality["ctr"]["ne"], rel=1e-5
