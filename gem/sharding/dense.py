@@ -96,7 +96,7 @@ class OwnShards:
 
 
 def _local(x: Tensor) -> Tensor:
-    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
 @torch.no_grad()
