@@ -229,6 +229,11 @@ def _assert(condition: Any, message: str = "") -> None:
         raise Fault(f"static_assert: {message}")
 
 
+def _assume(condition: Any) -> None:
+    if not condition:
+        raise Fault("what is assumed does not hold")
+
+
 def _each(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Tile]:
     return lambda x: Tile(function(torch.as_tensor(raw(x))))
 
@@ -280,7 +285,7 @@ _GL = _Names(
     full=lambda shape, value, dtype, layout=None: Tile(torch.full(shape, value, dtype=dtype)),
     arange=lambda start, end, layout=None: Tile(torch.arange(start, end)),
     allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, thread_barrier=lambda: _machine().turn(),
-    load=_load, store=_store, where=_where, static_range=range, static_assert=_assert,
+    load=_load, store=_store, where=_where, static_range=range, static_assert=_assert, assume=_assume,
     to_tensor=lambda x: Int(x) if type(x) is int else x,
     convert_layout=lambda x, layout, assert_trivial=False: x, inline_asm_elementwise=_assembly,
     maximum=_extreme(max, torch.fmax, torch.maximum), minimum=_extreme(min, torch.fmin, torch.minimum),

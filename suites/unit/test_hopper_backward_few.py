@@ -24,6 +24,7 @@ from attention_laws import offsets
 from compiled import SHARED_LIMIT, Resources, compiling_for, product_loops
 from gluon_faults import after, before, drop, put, with_changes
 from gluon_laws import Lengths, assert_near, gradients, inputs
+from machine_code import disassembled, unset_reads
 from triton.compiler.errors import CompilationError
 
 from gem.kernels.hopper import backward_few
@@ -60,7 +61,7 @@ def compiled(tiles: Few, head_dim: int, dtype: torch.dtype, activation: str, sha
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].rows}-{case[1]}-{case[2]}-{case[3]}")
-def test_nothing_holds_it_up(case):
+def test_nothing_holds_it_up(case, tmp_path):
     tiles, head_dim, dtype, _, _ = case
     kernel = compiled(*case)
     assert kernel.name == "_backward_few"
@@ -69,6 +70,7 @@ def test_nothing_holds_it_up(case):
     assert kernel.shared <= SHARED_LIMIT[90]
     assert kernel.spilled <= MOST_SPILLED
     assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
+    assert unset_reads(disassembled(kernel.cubin, tmp_path)) == []
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["64", "32"])

@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 
 from attention_laws import offsets
 from compiled import SHARED_LIMIT, Resources, compiling_for, product_loops
+from machine_code import disassembled, unset_reads
 
 from gem.kernels.hopper import backward_long
 from gem.kernels.schedule import Batch
@@ -43,7 +44,7 @@ def compiled(head_dim: int, dtype: torch.dtype, activation: str) -> tuple[Resour
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}".replace("torch.", ""))
-def test_nothing_holds_it_up(case):
+def test_nothing_holds_it_up(case, tmp_path):
     head_dim, dtype, _ = case
     for kernel, name in zip(compiled(*case), ("_backward_long", "_dq_rows"), strict=True):
         assert kernel.name == name
@@ -51,6 +52,7 @@ def test_nothing_holds_it_up(case):
         assert kernel.shared <= SHARED_LIMIT[90]
         assert kernel.spilled <= MOST_SPILLED
         assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
+        assert unset_reads(disassembled(kernel.cubin, tmp_path)) == []
 
 
 @pytest.mark.parametrize("case", [WIDE, NARROW], ids=["128", "64"])

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 
 from attention_laws import offsets
 from compiled import SHARED_LIMIT, Resources, compiling_for, product_loops
+from machine_code import disassembled, unset_reads
 from triton.compiler.errors import CompilationError
 
 from gem.kernels.hopper import backward_keep, backward_short
@@ -49,12 +50,13 @@ def identify(value) -> str:
 
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "activation"), CASES, ids=identify)
-def test_nothing_holds_it_up(name, head_dim, dtype, activation):
+def test_nothing_holds_it_up(name, head_dim, dtype, activation, tmp_path):
     kernel = compiled(name, head_dim, dtype, activation)
     assert kernel.name == f"_backward_{name}"
     assert kernel.shared <= SHARED_LIMIT[90]
     assert kernel.spilled <= MOST_SPILLED
     assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
+    assert unset_reads(disassembled(kernel.cubin, tmp_path)) == []
 
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "activation"), CASES, ids=identify)

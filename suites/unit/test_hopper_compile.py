@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 
 from attention_laws import offsets
 from compiled import SHARED_LIMIT, Resources, compiling_for, product_loops
+from machine_code import disassembled, unset_reads
 
 from gem.kernels.hopper.choose import Variant, choose
 from gem.kernels.hopper.gdpa_plain import PLAIN
@@ -65,13 +66,14 @@ def identify(value) -> str:
 
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "activation"), CASES, ids=identify)
-def test_a_call_gets_its_kernel_and_nothing_holds_it_up(name, head_dim, dtype, activation):
+def test_a_call_gets_its_kernel_and_nothing_holds_it_up(name, head_dim, dtype, activation, tmp_path):
     kernel = compiled(name, head_dim, dtype, activation)
     assert (kernel.name, kernel.constants.get("LANES")) == KERNEL[name]
     assert kernel.constants["FOLD"] == (dtype == FP16)
     assert kernel.shared <= SHARED_LIMIT[90]
     assert kernel.spilled <= MOST_SPILLED
     assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
+    assert unset_reads(disassembled(kernel.cubin, tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", LENGTHS)
