@@ -3,17 +3,19 @@
 What is compiled is what a call on that GPU would compile: same arguments, same specialisation, same configuration.
 """
 
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -36,6 +38,7 @@ class Resources:
     spilled: int  # bytes stored to local memory
     shared: int  # bytes
     ptx: str
+    cubin: bytes
     warnings: list[str]  # "Potential Performance Loss: wgmma … are serialized" too, which ptxas files under info
 
 
@@ -62,10 +65,11 @@ def compiling_for(arch: int) -> Iterator[list[Resources]]:
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        with redirect_stdout(io.StringIO()) as said:
+            kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         assert kernel is not None
         constants = {name: value for name, value in kwargs.items() if isinstance(value, (int, str, bool))}
-        found.append(_resources(self.__name__, constants, kernel, arch))
+        found.append(_resources(self.__name__, constants, kernel, arch, said.getvalue()))
         return kernel
 
     before = driver._active
@@ -73,12 +77,14 @@ def compiling_for(arch: int) -> Iterator[list[Resources]]:
     _forget_kernels()
     try:
         with (
+            knobs.nvidia.scope(),
             mock.patch.object(JITFunction, "run", compile_only),
             mock.patch.object(config, "architecture", lambda device: arch),
             mock.patch("gem.kernels.tuning._read", dict),
             mock.patch("gem.kernels.launch._hooked", lambda: True),
             mock.patch("gem.kernels.launch.multiprocessors", lambda device: MULTIPROCESSORS[arch]),
         ):
+            knobs.nvidia.dump_ptxas_log = True
             yield found
     finally:
         driver._active = before
@@ -95,26 +101,28 @@ def _forget_kernels() -> None:
                     kernel.device_caches.clear()
 
 
-def _resources(name: str, constants: dict[str, Any], kernel: Any, arch: int) -> Resources:
+def _resources(name: str, constants: dict[str, Any], kernel: Any, arch: int, log: str) -> Resources:
+    """``log``: of the ptxas that Triton ran, which takes seconds; it ran none where its cache had the kernel."""
     ptx = kernel.asm["ptx"]
-    tool = "ptxas-blackwell" if arch >= 100 else "ptxas"
-    suffix = "a" if arch >= 90 else ""
-    command = [str(TOOLS / tool), "-v", f"-arch=sm_{arch}{suffix}", "-o", "/dev/null", "-"]
-    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    if not re.search(r"Used \d+ registers", log):
+        tool = "ptxas-blackwell" if arch >= 100 else "ptxas"
+        suffix = "a" if arch >= 90 else ""
+        command = [str(TOOLS / tool), "-v", f"-arch=sm_{arch}{suffix}", "-o", "/dev/null", "-"]
+        log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert used and spilled, log
     warnings = [line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line]
-    return Resources(name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, warnings)
+    return Resources(name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, kernel.asm["cubin"], warnings)
 
 
-def product_loops(ptx: str, folder: Path) -> list[int]:
+def product_loops(kernel: Resources, folder: Path) -> list[int]:
     """Instructions from each jump back in sm_90a's machine code to where it goes, if wgmma is among them; ascending.
 
     The first ones are innermost loops. Files go to ``folder``.
     """
     binary = folder / "kernel.cubin"
-    subprocess.run([TOOLS / "ptxas", "-arch=sm_90a", "-o", binary, "-"], input=ptx, text=True, check=True)
+    binary.write_bytes(kernel.cubin)
     sass = subprocess.run([TOOLS / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True).stdout
     code = [
         (int(at, 16), operation, rest)
