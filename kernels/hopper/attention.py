@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.device import LOG2E
-from gem.kernels.hopper import claims, jfa_long
+from gem.kernels.hopper import claims, jfa_backward_long, jfa_long
 from gem.kernels.hopper.choose import FEW_QUERIES, Variant
+from gem.kernels.hopper.rows import of_rows
 from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
 from gem.kernels.schedule import Batch
 
@@ -58,7 +59,7 @@ def attention_forward(
     if plan is None:
         if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
             raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
-        q_THD, k_TGD, v_TGD = (x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q_THD, k_TGD, v_TGD))
+        q_THD, k_TGD, v_TGD = (_readable(x) for x in (q_THD, k_TGD, v_TGD))
         plan = _Plan(variant, jfa_long.launch_of(variant, head_dim, batch.left >= 0, batch.right >= 0))
         if kind is not None and kind == kind_of(batch, q_THD, k_TGD, v_TGD):  # copies have other strides than the call
             remember(key, plan)
@@ -85,3 +86,34 @@ _LONG = {
     128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
 }
 _FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
+
+
+def attention_backward(
+    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, batch: Batch, *,
+    qk_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), of as many heads of keys as of queries; the same bits every run.
+
+    ``out_THD``, ``lse_HT``: the forward's. Rows behind the last offset are 0. ``batch.shared`` queries get a gradient a
+    sample, in fp32, summed in the samples' order. Tensors that the copy engine cannot read are copied first.
+    """
+    shared = batch.shared if batch.q_offsets is None else 0
+    heads, head_dim = k_THD.shape[1:]
+    if shared:
+        dq = q_THD.new_empty((shared * batch.size, heads, head_dim), dtype=torch.float32)
+    else:
+        dq = empty_like(q_THD)
+    dk, dv = empty_like(k_THD), empty_like(v_THD)
+    if dq.shape[0] == 0 or dk.shape[0] == 0:
+        dq.zero_(), dk.zero_(), dv.zero_()
+    else:
+        d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
+        rows = of_rows(out_THD, d_out_THD, lse_HT, batch)
+        jfa_backward_long.run(d_out_THD, q_THD, k_THD, v_THD, rows, dq, dk, dv, batch, qk_scale=qk_scale)
+    if shared:
+        dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
+    return dq, dk, dv
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format)

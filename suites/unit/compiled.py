@@ -113,7 +113,9 @@ def _resources(name: str, constants: dict[str, Any], kernel: Any, arch: int, log
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert used and spilled, log
     warnings = [line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line]
-    return Resources(name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, kernel.asm["cubin"], warnings)
+    return Resources(
+        name, constants, int(used[1]), int(spilled[1]), kernel.metadata.shared, ptx, kernel.asm["cubin"], warnings
+    )
 
 
 def product_loops(kernel: Resources, folder: Path) -> list[int]:

@@ -15,10 +15,10 @@ pytest.importorskip("greenlet", reason="the emulator switches between partitions
 
 from attention_laws import offsets
 from gluon_emulated import emulating
-from gluon_laws import LENGTHS, Lengths, assert_near, inputs
+from gluon_laws import LENGTHS, assert_near, inputs
 
 from gem import reference
-from gem.kernels.hopper.attention import _FEW, _LONG, attention_forward
+from gem.kernels.hopper.attention import attention_backward, attention_forward
 from gem.kernels.hopper.choose import Variant
 from gem.kernels.ops import jagged_batch
 
@@ -94,4 +94,55 @@ def test_it_is_right_in_any_order(case, lengths):
     orders = ORDERS if lengths == "ragged" else ORDERS[number % 2 :: 2]
     dtype = (BF16, FP16)[number % 2]
     first, *others = (forward(lengths, 16, dtype, CASES[case], order) for order in orders)
+    assert all(torch.equal(first, other) for other in others)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "left": (40, 0), "both": (30, 100), "itself": (0, 0), "wide": (200, -1)}
+
+
+@functools.cache
+def right_gradients(name: str, head_dim: int, dtype: torch.dtype, window: tuple[int, int], scale: float):
+    """(dq, dk, dv) in float64; of shared queries dq of each sample."""
+    jagged, x = LENGTHS[name], inputs(LENGTHS[name], 2, head_dim, dtype)
+    q, k, v, d_out = (torch.nan_to_num(t.double()) for t in (x.q, x.k, x.v, x.d_out))
+    if jagged.shared:
+        q = q.repeat(len(jagged.k), 1, 1)
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+    ends = offsets(jagged.q_lens), offsets(jagged.k)
+    out = reference.jagged_attention(q, k, v, *ends, window=window, scale=scale)
+    return torch.autograd.grad(out, (q, k, v), d_out)
+
+
+def backward(
+    name: str, head_dim: int, dtype: torch.dtype, window: tuple[int, int], order: tuple[int, int], scale: float = SCALE
+) -> Tensor:
+    """The right dq, dk and dv."""
+    jagged, x = LENGTHS[name], inputs(LENGTHS[name], 2, head_dim, dtype)
+    plain = jagged.batch()
+    batch = jagged_batch(x.q, x.k, plain.q_offsets, plain.k_offsets, *window)
+    out, lse = (t.detach() for t in right(name, head_dim, dtype, window, scale))
+    q, k, v = (t.detach().clone() for t in (x.q, x.k, x.v))
+    with emulating(*order):
+        dq, dk, dv = attention_backward(x.d_out, q, k, v, out.to(dtype), lse.float(), batch, qk_scale=scale)
+    dq_right, dk_right, dv_right = right_gradients(name, head_dim, dtype, window, scale)
+    if jagged.shared:
+        dq_right = dq_right.view(len(jagged.k), jagged.shared, 2, head_dim).sum(0)
+    for label, got, wanted in (("dq", dq, dq_right), ("dk", dk, dk_right), ("dv", dv, dv_right)):
+        # Where queries see one key their gradient is 0, and what is rounded is all there is.
+        size = max(1.0, float(wanted.abs().max()))
+        assert got.isfinite().all(), label
+        assert float((got.double() - wanted).abs().max()) <= 1.5e-2 * size, label
+    return torch.cat([t.float().flatten() for t in (dq, dk, dv)])
+
+
+@pytest.mark.parametrize("lengths", ["ragged", "one row", "many keys and queries", "no keys but of one", "shared"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_backward_is_right_in_any_order(window, lengths):
+    number = list(WINDOWS).index(window) + list(LENGTHS).index(lengths)
+    dtype = (BF16, FP16)[number % 2]
+    orders = ORDERS[number % 2 :: 2]
+    first, *others = (backward(lengths, 64, dtype, WINDOWS[window], order) for order in orders)
     assert all(torch.equal(first, other) for other in others)
