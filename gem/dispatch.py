@@ -30,6 +30,7 @@ class Call(NamedTuple):
     heads: int
     head_dim: int
     masked: bool = False  # causal or window
+    biased: bool = False
     readable: bool = True  # by a GPU's copy engine: the strides of q, k and v allow it
 
 

@@ -96,6 +96,10 @@ TABLE: dict[str, dict[str, Implementation]] = {
             with_triton.jagged_attention, with_triton.jagged_attention_backward, with_triton.refuses,
             with_triton.not_by_itself, saves_lse=True,
         ),
+        "gluon": Implementation(
+            with_gluon.jagged_attention, with_gluon.jagged_attention_backward, with_gluon.refuses,
+            with_gluon.not_by_itself, saves_lse=True,
+        ),
     },
     "gdpa": {
         "torch": Implementation(_TorchGdpa.forward, _TorchGdpa.backward),

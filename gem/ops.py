@@ -164,7 +164,7 @@ def _prepare_jagged_attention(
     args = (
         x.q, x.k, x.v, x.q_offsets, x.k_offsets, max_q_len, max_k_len, causal, left, right, scale, *bias_tensors
     )  # fmt: skip
-    return _choose(op, x, impl, masked=causal or left >= 0 or right >= 0), args, x
+    return _choose(op, x, impl, causal or left >= 0 or right >= 0, bias is not None), args, x
 
 
 def _prepare_gdpa(
@@ -206,10 +206,11 @@ def _prepare_block_attention(
     return _choose(op, x, impl), args, x
 
 
-def _choose(op: str, x: Inputs, impl: str, masked: bool = False) -> Choice:
+def _choose(op: str, x: Inputs, impl: str, masked: bool = False, biased: bool = False) -> Choice:
     _, heads, head_dim = x.q.shape
     # Strides are asked for where an implementation looks at them: not a microsecond of each call of the other ops.
-    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim, masked, op != "gdpa" or readable(x.q, x.k, x.v))
+    seen = op == "block_attention" or readable(x.q, x.k, x.v)
+    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim, masked, biased, seen)
     if torch.compiler.is_compiling():
         return choose(call, impl)
     # On a CPU the choice follows TRITON_INTERPRET, which may change.

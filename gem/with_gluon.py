@@ -1,4 +1,4 @@
-"""impl="gluon": GDPA on the kernels of gem.kernels.hopper, and where those run.
+"""impl="gluon": jagged attention and GDPA on the kernels of gem.kernels.hopper, and where those run.
 
 Legend: T rows of all samples, H heads, D head_dim.
 """
@@ -19,6 +19,7 @@ from gem.with_triton import Gradients, on_device_of
 
 if TYPE_CHECKING:
     from gem.dispatch import Call
+    from gem.portable.biases import BiasInputs
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
@@ -35,14 +36,21 @@ def refuses(call: "Call") -> str | None:
         return f"the Gluon kernels take bfloat16 and float16, not {str(call.dtype).removeprefix('torch.')}"
     if call.head_dim not in _HEAD_DIMS:
         return f"the Gluon kernels take head_dim 64 and 128, not {call.head_dim}"
-    if call.masked:
-        return "the Gluon kernels know no causal or window mask"
+    if call.masked and call.op == "gdpa":
+        return "the Gluon kernels of gdpa know no causal or window mask"
+    if call.biased:
+        return "the Gluon kernels add no bias"
     if not call.readable:
         return (
             "the Gluon kernels read q, k and v through the copy engine: the heads of a row must lie side by side, "
             "and rows a multiple of 16 bytes apart"
         )
     return None
+
+
+def not_by_itself(call: "Call") -> str | None:
+    """Why ``auto`` passes them over where they could run."""
+    return "its kernels of jagged_attention are not yet measured beside the others" if call.op != "gdpa" else None
 
 
 def readable(*tensors_THD: Tensor) -> bool:
@@ -123,4 +131,28 @@ def gdpa_backward(
         return ops.gdpa_backward(d_out, q, k, v, batch, activation=activation, qk_scale=qk_scale, out_scale=out_scale)
 
 
-__all__ = ["gdpa", "gdpa_backward", "readable", "refuses"]
+def jagged_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool, window: tuple[int, int],
+    scale: float, bias: "BiasInputs",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [T, H, D], log-sum-exp [H, T] in base 2)."""
+    ops = _kernels()
+    batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
+    with on_device_of(q):
+        return ops.attention_forward(q, k, v, batch, qk_scale=scale)
+
+
+def jagged_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, k_offsets: Tensor, *,
+    causal: bool, window: tuple[int, int], scale: float, bias: "BiasInputs",
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv)."""
+    ops = _kernels()
+    batch = ops.jagged_batch(q, k, q_offsets, k_offsets, *window_edges(causal, window))
+    with on_device_of(q):
+        return ops.attention_backward(d_out, q, k, v, out, lse, batch, qk_scale=scale)
+
+
+__all__ = [
+    "gdpa", "gdpa_backward", "jagged_attention", "jagged_attention_backward", "not_by_itself", "readable", "refuses"
+]  # fmt: skip

@@ -31,7 +31,9 @@ class Changed:
         if not isinstance(params, GdpaParams):
             raise Unsupported(f"{name} computes gdpa, not {inputs.subject}")
         readable = with_gluon.readable(inputs.q, inputs.k, inputs.v)
-        call = Call("gdpa", inputs.device, inputs.dtype, params.heads, params.head_dim, params.masked, readable)
+        call = Call(
+            "gdpa", inputs.device, inputs.dtype, params.heads, params.head_dim, params.masked, readable=readable
+        )
         if reason := refusal(call, "gluon"):
             raise Unsupported(f"{name} is impl='gluon' with one thing changed: {reason}")
         from gem.kernels.hopper import ops

@@ -110,7 +110,7 @@ def run(
         (programs,), q_THD, d_out_THD, k_THD, v_THD, dk, dv, sums, state, k_tiles, k_jobs, heads, shared, qk_scale,
         out_scale,
     )  # fmt: skip
-    rows((q_jobs,), sums, dq, q_tiles, q_jobs, heads, shared, qk_scale, out_scale)
+    rows((q_jobs,), sums, dq, q_tiles, q_jobs, heads, shared, -1, -1, qk_scale, out_scale)
 
 
 # -- consumers ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _nothing(it, M: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
+def scores_of(
     W: gl.constexpr, k, v, q_s, o_s, full, it, kv, REGISTERS: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _scores(
 
 
 @gluon.jit
-def _scores_ahead(
+def scores_ahead(
     W: gl.constexpr, k, v, dk, dv, q_s, o_s, full, empty, it, kv, REGISTERS: gl.constexpr, M: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def _weigh(
 
 
 @gluon.jit
-def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, M: gl.constexpr, D: gl.constexpr):
+def share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, M: gl.constexpr, D: gl.constexpr):
     """A tile's share of dq in the queue: this consumer's half of the columns, or of the rows where there are 128."""
     C: gl.constexpr = D * M // 128
     slot = it % 2
@@ -200,7 +200,7 @@ def _share_of_dq(W: gl.constexpr, ds_s, k_s, ds_full, it, kv, M: gl.constexpr, D
 
 
 @gluon.jit
-def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it):
+def give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it):
     """A share of dq to the writer."""
     slot = it % 2
     mbarrier.wait(sum_empty.index(slot), ((it // 2) & 1) ^ 1)
@@ -210,7 +210,7 @@ def _give_dq(W: gl.constexpr, dq, sum_s, sum_full, sum_empty, it):
 
 
 @gluon.jit
-def _store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, M: gl.constexpr, D: gl.constexpr):
+def store_own(W: gl.constexpr, x_s, desc, x, factor, job_s, t, kv, M: gl.constexpr, D: gl.constexpr):
     """This consumer's rows of dk or dv out through where its keys or values are; tma.store_wait is the caller's.
 
     Its values are read by nobody else, its keys by the other consumer's last product.
@@ -247,12 +247,12 @@ def _consumer(
             v = v_s.index(kv * 2 + W).reshape([64, D]).load(K_L)
         dk = gl.zeros([64, D], gl.float32, A_L)
         dv = gl.zeros([64, D], gl.float32, A_L)
-        s_f, dw_f = _scores(W, k, v, q_s, o_s, full, it, kv, REGISTERS, M, D, STAGES)
+        s_f, dw_f = scores_of(W, k, v, q_s, o_s, full, it, kv, REGISTERS, M, D, STAGES)
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
         dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, use_acc=False, is_async=True)
         dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, use_acc=False, is_async=True)
-        s_f, dw_f, dk, dv = _scores_ahead(
+        s_f, dw_f, dk, dv = scores_ahead(
             W, k, v, dk_f, dv_f, q_s, o_s, full, empty, it, kv, REGISTERS, M, D, STAGES
         )  # fmt: skip
         it += 1
@@ -262,31 +262,31 @@ def _consumer(
         for _ in range(2, n):
             s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
             p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-            dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
+            dq_f = share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
             dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
             dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=[dq_f])
-            _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
-            s_f, dw_f, dk, dv = _scores_ahead(
+            give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
+            s_f, dw_f, dk, dv = scores_ahead(
                 W, k, v, dk_f, dv_f, q_s, o_s, full, empty, it, kv, REGISTERS, M, D, STAGES
             )  # fmt: skip
             it += 1
         s, dw = warpgroup_mma_wait(0, deps=[s_f, dw_f])
         p, dp = _weigh(W, s, dw, ds_s, ds_full, sum_full, it, scale, out_scale, ACT, FOLD, LEAN, D)
-        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
+        dq_f = share_of_dq(W, ds_s, k_s, ds_full, it - 1, kv, M, D)
         dv_f = warpgroup_mma(p, o_s.index(it % STAGES).reshape([M, D]), dv, is_async=True)
         dk_f = warpgroup_mma(dp, q_s.index(it % STAGES).reshape([M, D]), dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=[dq_f])
-        _give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
-        dq_f = _share_of_dq(W, ds_s, k_s, ds_full, it, kv, M, D)
+        give_dq(W, dq, sum_s, sum_full, sum_empty, it - 1)
+        dq_f = share_of_dq(W, ds_s, k_s, ds_full, it, kv, M, D)
         dv, dk = warpgroup_mma_wait(2, deps=[dv_f, dk_f])
         mbarrier.arrive(empty.index(it % STAGES), count=1)
-        _store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, M, D)
+        store_own(W, v_s, dv_desc, dv, dv_factor, job_s, t, kv, M, D)
         dq = warpgroup_mma_wait(0, deps=[dq_f])
-        _give_dq(W, dq, sum_s, sum_full, sum_empty, it)
+        give_dq(W, dq, sum_s, sum_full, sum_empty, it)
         it += 1
         mbarrier.wait(sum_full.index((it - 1) % 2 * 2 + 1 - W), ((it - 1) // 2) & 1)
-        _store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, M, D)
+        store_own(W, k_s, dk_desc, dk, dk_factor, job_s, t, kv, M, D)
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index(kv), count=1)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
@@ -317,7 +317,7 @@ def _producer(
         # Tiles that no query sees need not wait for each other: nobody reads their sums.
         turn = gl.where(q_len > 0, row // 128, 0)
         tile = first_tile(q_start, sample, shared)
-        hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, tile, (q_len + M - 1) // M)
+        hand_on(job_s, job_full, job_empty, t, n, k_end, k_x, head, turn, tile, (q_len + M - 1) // M, 0)
         if n > 0:
             q_end = q_start + q_len
             o_end = q_end
@@ -393,14 +393,14 @@ def _backward_long(
         q_desc, o_desc, k_desc, v_desc, q_s, o_s, k_s, v_s, job_s, full, empty, kv_full, kv_empty, job_full, job_empty,
         state, tiles, jobs, heads, shared,
     )  # fmt: skip
-    written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads)
+    written = (sums_desc, sum_s, sum_full, sum_empty, job_s, job_full, job_empty, state, heads, 0)
     gl.warp_specialize(
         [
             (_consumer, (0, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
             (_consumer, (1, REGISTERS, ACT, FOLD, LEAN, M, D, STAGES, KV) + consumed),
             (_producer, (M, D, STAGES, KV) + produced),
-            (writer, (0, M, D) + written),
-            (writer, (1, M, D) + written),
+            (writer, (0, M, D, 0) + written),
+            (writer, (1, M, D, 0) + written),
         ],
         [4, 1, 1, 1], [240, 24, 24, 24],
     )  # fmt: skip

@@ -12,11 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-PARTS = gl.constexpr(7)
+PARTS = gl.constexpr(8)
 
 
 @gluon.jit
-def hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile, real):
+def hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile, real, apart):
     """Numbers of job ``t``, by a warp."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = t % 2
@@ -28,6 +28,7 @@ def hand_on(job_s, job_full, job_empty, t, tiles, k_end, k_x, head, turn, tile, 
     job_s.index(slot * PARTS + 4).store(gl.full([1], turn, gl.int32, L))
     job_s.index(slot * PARTS + 5).store(gl.full([1], tile, gl.int32, L))
     job_s.index(slot * PARTS + 6).store(gl.full([1], real, gl.int32, L))
+    job_s.index(slot * PARTS + 7).store(gl.full([1], apart, gl.int32, L))
     mbarrier.arrive(job_full.index(slot), count=1)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.hopper import claims, gdpa_long, gdpa_plain, gdpa_short, parts
+from gem.kernels.hopper.attention import attention_backward, attention_forward
 from gem.kernels.hopper.backward import gdpa_backward
 from gem.kernels.hopper.choose import Variant, choose
 from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
@@ -76,4 +77,4 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["gdpa_backward", "gdpa_forward", "jagged_batch"]
+__all__ = ["attention_backward", "attention_forward", "gdpa_backward", "gdpa_forward", "jagged_batch"]

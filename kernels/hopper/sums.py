@@ -33,6 +33,7 @@ from gem.kernels.hopper.slopes import slope_factor
 from gem.kernels.launch import Launch
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+_PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _ROWS = 0x7FFF0000  # of the descriptor, whatever there are: what a launch has prepared serves every batch
 _FLAGS = 32  # where flags begin behind the counter: not in its cache line
 
@@ -59,14 +60,15 @@ mov.b32 $0, 0;
 
 
 class SumsLaunch(Launch):
-    """Of a Gluon kernel with descriptors of 16-bit tensors and of the sums."""
+    """Of a Gluon kernel with descriptors of 16-bit tensors, of the sums and of ``rows``."""
 
     def _given(self, position: int, x: Any) -> Any:
         if position not in self.ragged:
             return x
         block = self.ragged[position]
         if x.dtype == torch.float32:
-            return TensorDescriptor(x, [_ROWS, 32], [32, 1], [block, 32], _LAYOUT)
+            width = x.shape[1]
+            return TensorDescriptor(x, [_ROWS, width], [width, 1], [block, width], _LAYOUT if width == 32 else _PLAIN)
         return launch.ragged(x, block, self.layout)
 
 
@@ -79,16 +81,16 @@ def buffers(
     """
     if sums is None:
         sums = room(q_rows, samples, heads, head_dim, device)
-    return sums, torch.zeros(_FLAGS + (_most_tiles(q_rows, samples) + 4) * heads, dtype=torch.int32, device=device)
+    return sums, torch.zeros(_FLAGS + (most_tiles(q_rows, samples) + 4) * heads, dtype=torch.int32, device=device)
 
 
 def room(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
     """Sums of as many tiles as there may be, as rows of 32. Nothing is in them."""
-    rows = _most_tiles(q_rows, samples) * heads * head_dim * 2
+    rows = most_tiles(q_rows, samples) * heads * head_dim * 2
     return torch.empty((rows, 32), dtype=torch.float32, device=device)
 
 
-def _most_tiles(q_rows: int, samples: int) -> int:
+def most_tiles(q_rows: int, samples: int) -> int:
     return q_rows // 64 + 2 * samples + 2
 
 
@@ -130,17 +132,20 @@ def raise_flag(flag, count):
 
 @gluon.jit
 def writer(
-    S: gl.constexpr, M: gl.constexpr, D: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s, job_full,
-    job_empty, state, heads,
+    S: gl.constexpr, M: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, sums_desc, sum_s, sum_full, sum_empty, job_s,
+    job_full, job_empty, state, heads, left,
 ):  # fmt: skip
-    """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time."""
+    """Every other tile: a writer has a place in shared memory, and waits for one tile's addition at a time.
+
+    LEFT: queries see keys from ``left`` before them only, so that a tile's first share is not that of the first keys.
+    """
     it = 0
     t = 0
     mbarrier.wait(job_full.index(0), 0)
     n = told(job_s, 0, 0, 1)
     while n > 0:
         head, turn, tile = told(job_s, t, 3, 1), told(job_s, t, 4, 1), told(job_s, t, 5, 1)
-        real = told(job_s, t, 6, 1)
+        real, apart = told(job_s, t, 6, 1), told(job_s, t, 7, 1)
         mbarrier.arrive(job_empty.index(t % 2), count=1)
         seen = 0
         for i in range((S + it) % 2, n, 2):
@@ -150,11 +155,14 @@ def writer(
             mbarrier.wait(sum_full.index(S * 2), phase)
             mbarrier.wait(sum_full.index(S * 2 + 1), phase)
             if i < real:
-                while seen < turn:
+                before = turn
+                if LEFT:
+                    before = turn - gl.maximum(apart + turn * 128 + i * 64 - left, 0) // 128
+                while seen < before:
                     seen = read_flag(flag)
                 for w in gl.static_range(2):
                     row = (2 * at + w) * D if M == 64 else (at + w * heads) * (2 * D)
-                    if turn > 0:
+                    if before > 0:
                         add_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
                     else:
                         tma.async_copy_shared_to_global(sums_desc, [row, 0], sum_s.index(S * 2 + w))
@@ -162,7 +170,7 @@ def writer(
                 mbarrier.arrive(sum_empty.index(S), count=1)
                 # The next flag is read while the addition goes on; behind the last are some that nobody raises.
                 seen = read_flag(flag + 2 * (M // 64) * heads)
-                raise_flag(flag, turn + 1)
+                raise_flag(flag, before + 1)
             else:
                 mbarrier.arrive(sum_empty.index(S), count=1)
         it += n
@@ -171,20 +179,25 @@ def writer(
         n = told(job_s, t, 0, 1)
 
 
-@gluon.jit(do_not_specialize=["jobs", "heads", "shared"])
+@gluon.jit(do_not_specialize=["jobs", "heads", "shared", "left", "right"])
 def _dq_rows(
-    sums, dq, tiles, jobs, heads, shared, scale, out_scale, ACT: gl.constexpr, FOLD: gl.constexpr, LEAN: gl.constexpr,
-    D: gl.constexpr,
+    sums, dq, tiles, jobs, heads, shared, left, right, scale, out_scale, ACT: gl.constexpr, FOLD: gl.constexpr,
+    LEAN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Rows of dq of a tile's sums: 0 for samples without keys, whose sums nobody wrote."""
+    """Rows of dq of a tile's sums: 0 where no key is seen, whose sums nobody wrote."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     sample, row, q_start, q_len, _, k_len, head = record_of(tiles, gl.program_id(0), jobs, heads)
     if sample >= 0:
         tile = first_tile(q_start, sample, shared) + row // 64
+        seen = k_len > 0
+        if LEFT:
+            seen = seen & (row + k_len - q_len - left < k_len)
+        if RIGHT:
+            seen = seen & (gl.minimum(row + 64, q_len) + k_len - q_len + right > 0)
         i = gl.arange(0, 64 * D, FLAT)
         base = sums + (tile * heads + head).to(gl.int64) * (64 * D)
-        x = gl.load(base + i, mask=(i >= 0) & (k_len > 0), other=0.0).reshape([D // 8, 4, 8, 4, 2, 2])
+        x = gl.load(base + i, mask=(i >= 0) & seen, other=0.0).reshape([D // 8, 4, 8, 4, 2, 2])
         x = gl.convert_layout(x.permute((1, 4, 2, 0, 3, 5)).reshape([64, D]), ROWS)
         x = x * slope_factor(scale, out_scale, ACT, FOLD, LEAN)
         start = q_start
@@ -196,6 +209,8 @@ def _dq_rows(
         gl.store(dq + at[:, None] + columns[None, :], x.to(dq.dtype.element_ty), mask=(rows < q_len)[:, None])
 
 
-def rows_launch(head_dim: int, activation: str, fold: bool, lean: bool) -> Launch:
+def rows_launch(
+    head_dim: int, activation: str, fold: bool, lean: bool, left: bool = False, right: bool = False
+) -> Launch:
     """The kernel that makes dq of sums: a program for each tile of 64 queries and head."""
-    return Launch(_dq_rows, ACT=activation, FOLD=fold, LEAN=lean, D=head_dim, warps=4)
+    return Launch(_dq_rows, ACT=activation, FOLD=fold, LEAN=lean, LEFT=int(left), RIGHT=int(right), D=head_dim, warps=4)

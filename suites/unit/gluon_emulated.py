@@ -256,6 +256,7 @@ def _raise_flag(flag: Pointer, value: int) -> Int:
 _ASSEMBLY: dict[str, Callable[..., Any]] = {
     LOGISTIC4.value: _logistic4,
     "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal,
+    "mov.b32 $0, $1;": lambda x: x,
     "ld.acquire.gpu.global.b32 seen, [$1];": _read_flag,
     "st.release.gpu.global.b32 [$1], $2;": _raise_flag,
 }
@@ -289,8 +290,8 @@ _GL = _Names(
     to_tensor=lambda x: Int(x) if type(x) is int else x,
     convert_layout=lambda x, layout, assert_trivial=False: x, inline_asm_elementwise=_assembly,
     maximum=_extreme(max, torch.fmax, torch.maximum), minimum=_extreme(min, torch.fmin, torch.minimum),
-    PropagateNan=tl.PropagateNan, exp=_each(torch.exp), exp2=_each(torch.exp2), erf=_each(torch.erf),
-    sum=_reduce("sum"), max=_reduce("amax"), atomic_add=_atomic_add,
+    PropagateNan=tl.PropagateNan, exp=_each(torch.exp), exp2=_each(torch.exp2), log2=_each(torch.log2),
+    erf=_each(torch.erf), sum=_reduce("sum"), max=_reduce("amax"), atomic_add=_atomic_add,
 )  # fmt: skip
 
 

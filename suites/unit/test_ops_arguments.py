@@ -129,7 +129,7 @@ ONLY_ERRORS = {
     "no such kernel": (
         "jagged_attention",
         {**BOTH, "impl": "gluon"},
-        "impl='gluon' cannot run it: gem has no gluon kernel .* can run it: reference, torch",
+        "impl='gluon' cannot run it: the Gluon kernels are for NVIDIA GPUs .* can run it: reference, torch",
     ),
     "no Hopper": (
         "gdpa",

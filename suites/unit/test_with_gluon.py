@@ -45,7 +45,7 @@ def hopper(monkeypatch) -> None:
     ({"head_dim": 256}, "head_dim 64 and 128, not 256"),
     ({"masked": True}, "no causal or window mask"),
     ({"readable": False}, "the heads of a row must lie side by side"),
-    ({"op": "jagged_attention"}, "gem has no gluon kernel for jagged_attention"),
+    ({"op": "jagged_attention", "biased": True}, "the Gluon kernels add no bias"),
     ({"op": "block_attention"}, "gem has no gluon kernel for block_attention"),
 ])  # fmt: skip
 def test_what_the_kernels_cannot_do_is_refused_with_its_reason(hopper, changed, reason):

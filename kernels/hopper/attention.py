@@ -1,0 +1,119 @@
+"""Jagged softmax attention of impl="gluon": from a call to the kernel that runs it, and its launch.
+
+Arguments of the kernels, in this order: descriptors of q, k, v and the output (launch.ragged); log-sum-exp; the tile
+list; a counter for claims; jobs (its entries times heads), heads, query heads a head of keys, programs; ``shared``, the
+queries that all samples have in common or 0; rows of the output; left, right (schedule.Batch); the scale of scores in
+base 2. Programs are persistent, at most one a multiprocessor.
+
+Legend: T rows of all samples, H heads, G heads of keys and values, D head_dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gem.kernels import launch
+from gem.kernels.device import LOG2E
+from gem.kernels.hopper import claims, jfa_backward_long, jfa_long
+from gem.kernels.hopper.choose import FEW_QUERIES, Variant
+from gem.kernels.hopper.rows import of_rows
+from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
+from gem.kernels.schedule import Batch
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was decided for calls of one kind."""
+
+    variant: Variant
+    launch: Launch
+
+
+def attention_forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, batch: Batch, *, qk_scale: float, variant: Variant | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], lse [H, T] in fp32 and base 2), bf16 or fp16, D 64 or 128, G a divisor of H.
+
+    Rows behind the last offset are 0, as are queries that see no key; their lse is +inf. ``batch.shared`` queries are
+    [shared, H, D] and the output [B * shared, H, D]. ``variant``: chosen by the lengths if None. Tensors that the copy
+    engine cannot read (launch.tma_fits) are copied first.
+    """
+    rows, heads, head_dim = q_THD.shape
+    shared = batch.shared if batch.q_offsets is None else 0
+    if batch.q_offsets is None:
+        rows = shared * batch.size
+    out = q_THD.new_empty((rows, heads, head_dim)) if shared else empty_like(q_THD)
+    lse = q_THD.new_empty((heads, rows), dtype=torch.float32)
+    if rows == 0:
+        return out, lse
+    if k_TGD.shape[0] == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    if qk_scale <= 0:  # a maximum is found before it is scaled: that needs a scale > 0
+        q_THD = -q_THD if qk_scale < 0 else q_THD * 0
+    scale = (abs(qk_scale) or 1.0) * LOG2E
+    variant = variant or choose(batch, head_dim)
+    kind = kind_of(batch, q_THD, k_TGD, v_TGD)
+    key = ("gluon attention", kind, variant)
+    plan = PLANS.get(key)
+    if plan is None:
+        if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
+            raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
+        q_THD, k_TGD, v_TGD = (_readable(x) for x in (q_THD, k_TGD, v_TGD))
+        plan = _Plan(variant, jfa_long.launch_of(variant, head_dim, batch.left >= 0, batch.right >= 0))
+        if kind is not None and kind == kind_of(batch, q_THD, k_TGD, v_TGD):  # copies have other strides than the call
+            remember(key, plan)
+    tiles = batch.tiles("q", plan.variant.rows)
+    jobs = tiles.shape[0] * heads
+    if jobs >= 2**31:
+        raise ValueError(f"the Gluon kernels count jobs in 32 bits, got {jobs} tiles and heads; accepted: up to 2**31")
+    programs = min(jobs, launch.multiprocessors(tiles.device))
+    plan.launch(
+        (programs,), q_THD, k_TGD, v_TGD, out, lse, tiles, claims.counter(tiles.device), jobs, heads,
+        heads // k_TGD.shape[1], programs, shared, rows, batch.left, batch.right, scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def choose(batch: Batch, head_dim: int) -> Variant:
+    """The variant for a batch's mean lengths."""
+    queries = batch.shared if batch.q_offsets is None else batch.q_rows / max(batch.size, 1)
+    return (_FEW if queries <= FEW_QUERIES else _LONG)[head_dim]
+
+
+_LONG = {
+    64: Variant("long", 192, 128, 5, consumers=3, q_slots=1, turns=1),
+    128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
+}
+_FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
+
+
+def attention_backward(
+    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, batch: Batch, *,
+    qk_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv), of as many heads of keys as of queries; the same bits every run.
+
+    ``out_THD``, ``lse_HT``: the forward's. Rows behind the last offset are 0. ``batch.shared`` queries get a gradient a
+    sample, in fp32, summed in the samples' order. Tensors that the copy engine cannot read are copied first.
+    """
+    shared = batch.shared if batch.q_offsets is None else 0
+    heads, head_dim = k_THD.shape[1:]
+    if shared:
+        dq = q_THD.new_empty((shared * batch.size, heads, head_dim), dtype=torch.float32)
+    else:
+        dq = empty_like(q_THD)
+    dk, dv = empty_like(k_THD), empty_like(v_THD)
+    if dq.shape[0] == 0 or dk.shape[0] == 0:
+        dq.zero_(), dk.zero_(), dv.zero_()
+    else:
+        d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
+        rows = of_rows(out_THD, d_out_THD, lse_HT, batch)
+        jfa_backward_long.run(d_out_THD, q_THD, k_THD, v_THD, rows, dq, dk, dv, batch, qk_scale=qk_scale)
+    if shared:
+        dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
+    return dq, dk, dv
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format)
