@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.device import LOG2E
-from gem.kernels.hopper import claims, jfa_backward_long, jfa_long
-from gem.kernels.hopper.choose import FEW_QUERIES, Variant
+from gem.kernels.hopper import claims, jfa_backward_long, jfa_long, jfa_short
+from gem.kernels.hopper.choose import FEW_QUERIES, SHORT_KEYS, Variant
 from gem.kernels.hopper.rows import of_rows
 from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
 from gem.kernels.schedule import Batch
@@ -60,7 +60,7 @@ def attention_forward(
         if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
             raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
         q_THD, k_TGD, v_TGD = (_readable(x) for x in (q_THD, k_TGD, v_TGD))
-        plan = _Plan(variant, jfa_long.launch_of(variant, head_dim, batch.left >= 0, batch.right >= 0))
+        plan = _Plan(variant, _launch_of(variant, head_dim, batch))
         if kind is not None and kind == kind_of(batch, q_THD, k_TGD, v_TGD):  # copies have other strides than the call
             remember(key, plan)
     tiles = batch.tiles("q", plan.variant.rows)
@@ -76,9 +76,27 @@ def attention_forward(
 
 
 def choose(batch: Batch, head_dim: int) -> Variant:
-    """The variant for a batch's mean lengths."""
-    queries = batch.shared if batch.q_offsets is None else batch.q_rows / max(batch.size, 1)
-    return (_FEW if queries <= FEW_QUERIES else _LONG)[head_dim]
+    """The variant for a batch's mean lengths. Under a mask none keeps all keys of a sample."""
+    samples = max(batch.size, 1)
+    queries = batch.shared if batch.q_offsets is None else batch.q_rows / samples
+    if queries <= FEW_QUERIES:
+        return _FEW[head_dim]
+    return (_SHORT if batch.k_rows / samples <= SHORT_KEYS and not _masked(batch) else _LONG)[head_dim]
+
+
+def _masked(batch: Batch) -> bool:
+    return batch.left >= 0 or batch.right >= 0
+
+
+def _launch_of(variant: Variant, head_dim: int, batch: Batch) -> Launch:
+    if variant.kernel == "long":
+        return jfa_long.launch_of(variant, head_dim, batch.left >= 0, batch.right >= 0)
+    if _masked(batch):
+        raise ValueError(
+            f"the Gluon kernel for short keys takes no mask, got a window of {batch.left}, {batch.right}; accepted: "
+            'kernel "long", which visits only what a window shows'
+        )
+    return jfa_short.launch_of(variant, head_dim)
 
 
 _LONG = {
@@ -86,6 +104,10 @@ _LONG = {
     128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
 }
 _FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
+_SHORT = {
+    64: Variant("short", 1024, 64, 6, consumers=3, values_first=True),
+    128: Variant("short", 1024, 64, 4, values_first=True),
+}
 
 
 def attention_backward(

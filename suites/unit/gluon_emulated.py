@@ -12,6 +12,7 @@ from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import gluon_ptx
 import torch
 import triton.language as tl
 from gluon_machine import Barrier, Loaded, Machine, Product, Store, copy_in, wait_products, wait_stores, wait_written
@@ -214,6 +215,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
+def _broadcast(*all: Any) -> tuple[Tile, ...]:
+    return tuple(Tile(x) for x in torch.broadcast_tensors(*(torch.as_tensor(raw(x)) for x in all)))
+
+
 def _extreme(of_numbers: Any, of_tiles: Any, of_tiles_with_nan: Any) -> Any:
     def function(a: Any, b: Any, propagate_nan: Any = None) -> Any:
         if not isinstance(a, Tile) and not isinstance(b, Tile):
@@ -256,6 +261,7 @@ def _raise_flag(flag: Pointer, value: int) -> Int:
 _ASSEMBLY: dict[str, Callable[..., Any]] = {
     LOGISTIC4.value: _logistic4,
     "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal,
+    "lg2.approx.ftz.f32 $0, $1;": torch.log2,
     "mov.b32 $0, $1;": lambda x: x,
     "ld.acquire.gpu.global.b32 seen, [$1];": _read_flag,
     "st.release.gpu.global.b32 [$1], $2;": _raise_flag,
@@ -263,6 +269,9 @@ _ASSEMBLY: dict[str, Callable[..., Any]] = {
 
 
 def _assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    if "vote.sync" in text:
+        tiles = [Tile(x) for x in gluon_ptx.run(text, constraints, [raw(x) for x in args], pack)]
+        return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
     found = [function for piece, function in _ASSEMBLY.items() if piece in text]
     if len(found) != 1:
         raise Fault(f"suites/unit/gluon_emulated.py has {len(found)} things that stand for this assembly:\n{text}")
@@ -288,6 +297,8 @@ _GL = _Names(
     allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, thread_barrier=lambda: _machine().turn(),
     load=_load, store=_store, where=_where, static_range=range, static_assert=_assert, assume=_assume,
     to_tensor=lambda x: Int(x) if type(x) is int else x,
+    broadcast=_broadcast, expand_dims=lambda x, axis: Tile(x.value.unsqueeze(axis)),
+    split=lambda x: tuple(Tile(part) for part in x.value.unbind(-1)),
     convert_layout=lambda x, layout, assert_trivial=False: x, inline_asm_elementwise=_assembly,
     maximum=_extreme(max, torch.fmax, torch.maximum), minimum=_extreme(min, torch.fmin, torch.minimum),
     PropagateNan=tl.PropagateNan, exp=_each(torch.exp), exp2=_each(torch.exp2), log2=_each(torch.log2),
