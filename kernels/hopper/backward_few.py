@@ -58,7 +58,7 @@ class Few:
     claims: bool = True  # else jobs are dealt out beforehand
 
 
-_TOLD = gl.constexpr(5)  # numbers that a producer tells its consumer of a job
+TOLD = gl.constexpr(5)  # numbers that a producer tells its consumer of a job
 
 # By (M, head_dim): what fits into 227 KB beside each other.
 VARIANTS = {(32, 64): Few(32, 2, 12), (64, 64): Few(64, 2, 10), (32, 128): Few(32, 1, 6), (64, 128): Few(64, 1, 5)}
@@ -112,10 +112,10 @@ def run(
 
 
 @gluon.jit
-def _tell(job_s, slot, row, q_len, k_start, k_len, column):
-    """By a producer, to its consumer: the job of a slot (see ``_job``)."""
+def tell(job_s, slot, row, q_len, k_start, k_len, column):
+    """By a producer, to its consumer: the job of a slot (see ``job_of``)."""
     LAYOUT_1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at = slot * _TOLD
+    at = slot * TOLD
     job_s.index(at).store(gl.full([1], row, gl.int32, LAYOUT_1))
     job_s.index(at + 1).store(gl.full([1], q_len, gl.int32, LAYOUT_1))
     job_s.index(at + 2).store(gl.full([1], k_start, gl.int32, LAYOUT_1))
@@ -125,11 +125,11 @@ def _tell(job_s, slot, row, q_len, k_start, k_len, column):
 
 
 @gluon.jit
-def _job(job_s, q_full, t, W: gl.constexpr, SLOTS: gl.constexpr):
+def job_of(job_s, q_full, t, W: gl.constexpr, SLOTS: gl.constexpr):
     """(first row of dq, queries, k_start, k_len, first column) of a lane's job ``t``; queries -1 = it has no more."""
     slot = W * SLOTS + t % SLOTS
     mbarrier.wait(q_full.index(slot), (t // SLOTS) & 1)
-    at = slot * _TOLD
+    at = slot * TOLD
     LAYOUT_4: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.max(job_s.index(at).load(LAYOUT_4), 0)
     q_len = gl.max(job_s.index(at + 1).load(LAYOUT_4), 0)
@@ -140,7 +140,7 @@ def _job(job_s, q_full, t, W: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _send(buffer, desc, k_start, k_len, row, column):
+def send(buffer, desc, k_start, k_len, row, column):
     """A tile of gradients on its way from shared memory to those rows of it that the sample has."""
     fence_async_shared()
     if row < k_len:
@@ -168,7 +168,7 @@ def _consumer(
     d = gl.arange(0, D, gl.SliceLayout(0, O_L))[None, :]
     t = 0
     it = 0
-    row, q_len, k_start, k_len, column = _job(job_s, q_full, t, W, SLOTS)
+    row, q_len, k_start, k_len, column = job_of(job_s, q_full, t, W, SLOTS)
     while q_len >= 0:
         slot = W * SLOTS + t % SLOTS
         q = q_s.index(slot).reshape([M, D])
@@ -213,22 +213,22 @@ def _consumer(
             k.store(dv16)
             # Not before dv is out of its registers: beside it and dq, dk has none.
             dk_f = warpgroup_mma(ds, q, o_zero, use_acc=False, is_async=True)
-            _send(k_s, dv_desc, k_start, k_len, j * N, column)
+            send(k_s, dv_desc, k_start, k_len, j * N, column)
             dk = warpgroup_mma_wait(0, deps=[dk_f])
             if j + 1 == n:
                 mbarrier.arrive(q_empty.index(slot), count=1)
             v.store((dk * dk_factor).to(dtype))
-            _send(v_s, dk_desc, k_start, k_len, j * N, column)
+            send(v_s, dk_desc, k_start, k_len, j * N, column)
             it += 1
         base = dq_ptr + row.to(gl.int64) * (heads * D) + column
         gl.store(base + (m * (heads * D) + d), (dq * dk_factor).to(dq_ptr.dtype.element_ty), mask=m < q_len)
         t += 1
-        row, q_len, k_start, k_len, column = _job(job_s, q_full, t, W, SLOTS)
+        row, q_len, k_start, k_len, column = job_of(job_s, q_full, t, W, SLOTS)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _load_tile(k_desc, v_desc, ring, full, empty, it, x, end, column, lane: gl.constexpr, BUFFERS: gl.constexpr):
+def load_tile(k_desc, v_desc, ring, full, empty, it, x, end, column, lane: gl.constexpr, BUFFERS: gl.constexpr):
     """Keys and values of a tile into the next two buffers."""
     for half in gl.static_range(2):
         number = 2 * it + half
@@ -257,14 +257,14 @@ def _producer(
         k_x = gl.where(q_len > 0, END - k_len, END)
         # The first keys before the queries, whose place may not be free before the last job's last tile is done. No
         # more than one tile: that last one's buffers come back only when this job has begun.
-        _load_tile(k_desc, v_desc, ring, full, empty, it, k_x, k_start + k_len, column, lane, BUFFERS)
+        load_tile(k_desc, v_desc, ring, full, empty, it, k_x, k_start + k_len, column, lane, BUFFERS)
         it += 1
         slot = lane * SLOTS + t % SLOTS
         mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
         row = q_start
         if shared > 0:
             row = sample * shared
-        _tell(job_s, slot, row, q_len, k_start, k_len, column)
+        tell(job_s, slot, row, q_len, k_start, k_len, column)
         mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
         q_x = gl.where(k_len > 0, END - q_len, END)
         tma.async_copy_global_to_shared(
@@ -275,7 +275,7 @@ def _producer(
         )
         for j in range(1, key_tiles(k_len, N)):
             k_x = gl.where(q_len > 0, END - k_len + j * N, END)
-            _load_tile(k_desc, v_desc, ring, full, empty, it, k_x, k_start + k_len, column, lane, BUFFERS)
+            load_tile(k_desc, v_desc, ring, full, empty, it, k_x, k_start + k_len, column, lane, BUFFERS)
             it += 1
         t += 1
         sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, next_job, jobs, heads)
@@ -286,7 +286,7 @@ def _producer(
             next_job = dealt(t + 1, lane, programs, 2, True)
     slot = lane * SLOTS + t % SLOTS
     mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
-    _tell(job_s, slot, 0, -1, 0, 0, 0)
+    tell(job_s, slot, 0, -1, 0, 0, 0)
     mbarrier.arrive(q_full.index(slot), count=1)
 
 
@@ -301,7 +301,7 @@ def _backward_few(
     dtype: gl.constexpr = k_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], q_desc.layout)
     d_out_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, 1, 1, M, D], d_out_desc.layout)
-    job_s = gl.allocate_shared_memory(gl.int32, [2 * SLOTS * _TOLD, 1], mbarrier.MBarrierLayout())
+    job_s = gl.allocate_shared_memory(gl.int32, [2 * SLOTS * TOLD, 1], mbarrier.MBarrierLayout())
     ring = gl.allocate_shared_memory(dtype, [2 * BUFFERS, 1, 1, 64, D], k_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
