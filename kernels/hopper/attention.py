@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.device import LOG2E
-from gem.kernels.hopper import claims, jfa_backward_long, jfa_long, jfa_short
+from gem.kernels.hopper import backward_few, claims, jfa_backward_few, jfa_backward_long, jfa_long, jfa_short
 from gem.kernels.hopper.choose import FEW_QUERIES, SHORT_KEYS, Variant
 from gem.kernels.hopper.rows import of_rows
 from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
@@ -77,11 +77,15 @@ def attention_forward(
 
 def choose(batch: Batch, head_dim: int) -> Variant:
     """The variant for a batch's mean lengths. Under a mask none keeps all keys of a sample."""
-    samples = max(batch.size, 1)
-    queries = batch.shared if batch.q_offsets is None else batch.q_rows / samples
-    if queries <= FEW_QUERIES:
+    if _queries(batch) <= FEW_QUERIES:
         return _FEW[head_dim]
-    return (_SHORT if batch.k_rows / samples <= SHORT_KEYS and not _masked(batch) else _LONG)[head_dim]
+    short = batch.k_rows / max(batch.size, 1) <= SHORT_KEYS and not _masked(batch)
+    return (_SHORT if short else _LONG)[head_dim]
+
+
+def _queries(batch: Batch) -> float:
+    """Of a sample, on average."""
+    return batch.shared if batch.q_offsets is None else batch.q_rows / max(batch.size, 1)
 
 
 def _masked(batch: Batch) -> bool:
@@ -127,11 +131,18 @@ def attention_backward(
         dq = empty_like(q_THD)
     dk, dv = empty_like(k_THD), empty_like(v_THD)
     if dq.shape[0] == 0 or dk.shape[0] == 0:
-        dq.zero_(), dk.zero_(), dv.zero_()
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
     else:
         d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
-        rows = of_rows(out_THD, d_out_THD, lse_HT, batch)
-        jfa_backward_long.run(d_out_THD, q_THD, k_THD, v_THD, rows, dq, dk, dv, batch, qk_scale=qk_scale)
+        given = (d_out_THD, q_THD, k_THD, v_THD, of_rows(out_THD, d_out_THD, lse_HT, batch), dq, dk, dv, batch)
+        beyond = None
+        if not _masked(batch) and _queries(batch) <= FEW_QUERIES:
+            most = 32 if _queries(batch) <= 32 else 64
+            beyond = backward_few.limits(most)
+            jfa_backward_few.run(*given, qk_scale=qk_scale, queries=most)
+        # All samples, or those beyond the limits and what lies behind the last offsets.
+        jfa_backward_long.run(*given, qk_scale=qk_scale, beyond=beyond)
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
     return dq, dk, dv

@@ -42,7 +42,8 @@ def gdpa_backward(
         dq = empty_like(q_THD)
     dk, dv = empty_like(k_THD), empty_like(v_THD)
     if dq.shape[0] == 0 or dk.shape[0] == 0:
-        dq.zero_(), dk.zero_(), dv.zero_()
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
     else:
         most = max(dq.shape[0], batch.q_rows, batch.k_rows)
         if most > launch.MOST_TMA_ROWS:
