@@ -131,8 +131,8 @@ def _run(cases: list[Any], asked: dict[str, Any], journal: "Journal | None", con
             return run_cases(cases, options=options, on_event=progress, journal=journal), False
     except KeyboardInterrupt as stop:
         found = stop.document if isinstance(stop, Interrupted) else _finished(progress.finished, asked["device"])
-    # What the journal has, and not what was shown: between a case's line and its event lies a write to the disk.
-    finished = journal.finished if journal is not None else progress.finished
+    # The journal has a case before it is shown: between lies a write to the disk.
+    finished = max(progress.finished, journal.finished if journal is not None else {}, key=len)
     told = f"gem: interrupted: {len(finished)} of {len(cases)} cases finished"
     _say(console, f"{told}; the same command with --resume goes on" if journal and journal.finished else told)
     return found, True
