@@ -24,7 +24,7 @@ from gem.kernels.hopper import backward_long
 from gem.kernels.schedule import Batch
 
 BF16, FP16 = torch.bfloat16, torch.float16
-MOST_SPILLED = 64  # bytes a thread
+MOST_SPILLED = {BF16: 64, FP16: 128}  # bytes a thread; in fp16 the exact gelu is the longest of all
 CASES = [(128, BF16, "gelu_taylor"), (128, FP16, "gelu"), (64, BF16, "gelu_taylor"), (64, BF16, "silu")]
 WIDE, NARROW = CASES[0], CASES[2]
 CONSUMERS, WRITERS = 2, 2  # of a program
@@ -50,7 +50,7 @@ def test_nothing_holds_it_up(case, tmp_path):
         assert kernel.name == name
         assert (kernel.constants["D"], kernel.constants["FOLD"]) == (head_dim, dtype == FP16)
         assert kernel.shared <= SHARED_LIMIT[90]
-        assert kernel.spilled <= MOST_SPILLED
+        assert kernel.spilled <= MOST_SPILLED[dtype]
         assert kernel.warnings == []  # C7512 to C7515 among them: products that wait for each other
         assert unset_reads(disassembled(kernel.cubin, tmp_path)) == []
 

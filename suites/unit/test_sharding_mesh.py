@@ -5,11 +5,10 @@ import tomllib
 from typing import Any
 
 import pytest
-import torch
+import sharding_program
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.spawn import spawn
 
 from gem.errors import RequestError
 from gem.sharding.mesh import Cluster, Plan, build, collectives, complete, described, plans
@@ -143,21 +142,18 @@ def test_no_cluster_is_empty():
         Cluster(1, 0, 8)
 
 
-def _look(rank: int, file: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=8)
+def _look() -> dict[str, list[int]]:
     meshes = build(Plan(2, 4, 2, "v3", 2), Cluster(1, 2, 4), "cpu")
     groups = {}
     for mesh in (meshes.dense, meshes.experts, meshes.tables):
         for name in mesh.mesh_dim_names or ():
             groups[name] = dist.get_process_group_ranks(mesh.get_group(name))
     assert meshes.expert_parameters.shape == (2, 2)
-    torch.save(groups, f"{results}/{rank}.pt")
-    dist.destroy_process_group()
+    return groups
 
 
 def test_processes_find_themselves_in_the_groups_that_were_told(tmp_path):
-    spawn(_look, (str(tmp_path / "store"), str(tmp_path)), nprocs=8)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(8)]
+    found = sharding_program.on_ranks(8, tmp_path, _look)
     told = {one.dimension: one.ranks for one in collectives(Plan(2, 4, 2, "v3", 2), Cluster(1, 2, 4))}
     for name, ranks in told.items():
         assert all(rank in groups[name] and len(groups[name]) == ranks for rank, groups in enumerate(found))
