@@ -134,7 +134,7 @@ def run(
 
 
 @gluon.jit
-def _scores(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
+def scores_of(W: gl.constexpr, k_s, v_s, ring, full, it, D: gl.constexpr, BUFFERS: gl.constexpr):
     """Scores of a tile and gradients of its weights, keys by queries, in the queue."""
     k = k_s.index(W + nothing(it)).reshape([64, D])
     v = v_s.index(W + nothing(it)).reshape([64, D])
@@ -159,7 +159,7 @@ def _part(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
 
 
 @gluon.jit
-def _so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
+def so_far(W: gl.constexpr, job_s, t, parts, tile, heads, D: gl.constexpr):
     """What passes before this one left of dq of 64 queries."""
     H_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     dq = gl.zeros([64, D // 2], gl.float32, H_L)
@@ -176,7 +176,7 @@ def _wait_ds(ds_full, it):
 
 
 @gluon.jit
-def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr):
+def add_dq(W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr):
     """This consumer's columns of dq with the pass's share of a tile, in the queue."""
     slot = it % DS
     k = k_s.index(nothing(it)).reshape([64, D]).slice(W * (D // 2), D // 2, dim=1)
@@ -188,7 +188,7 @@ def _add_dq(W: gl.constexpr, dq, ds_s, k_s, it, blocks, D: gl.constexpr):
 
 
 @gluon.jit
-def _share(W: gl.constexpr, ds, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr):
+def share(W: gl.constexpr, ds, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.constexpr):
     """Gradients of scores as a register operand, and to both consumers."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     ds16 = ds.to(dtype)
@@ -199,7 +199,7 @@ def _share(W: gl.constexpr, ds, ds_s, ds_full, it, dtype: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def _out(
+def give_dq(
     W: gl.constexpr, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, factor, D: gl.constexpr, F32: gl.constexpr,
 ):  # fmt: skip
     """What is there of dq of 64 queries: out, or where the next pass finds it."""
@@ -222,7 +222,7 @@ def _walk(
     dtype: gl.constexpr = ring.dtype
     dq_factor = slope_factor(scale, out_scale, ACT, FOLD, LEAN)
     zero = gl.zeros([64, D], gl.float32, A_L)
-    s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+    s_f, dw_f = scores_of(W, k_s, v_s, ring, full, it, D, BUFFERS)
     d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
     q = ring.index((2 * it) % BUFFERS).reshape([64, D])
     s = warpgroup_mma_wait(1, deps=[s_f])
@@ -231,13 +231,13 @@ def _walk(
     dw = warpgroup_mma_wait(1, deps=[dw_f])
     if n == 1:
         mbarrier.arrive(v_empty.index(W), count=1)
-    ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D)
+    ds = share(W, slope * dw, ds_s, ds_full, it, dtype, D)
     dk_f = warpgroup_mma(ds, q, zero, use_acc=False, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
     give_back(empty, it, BUFFERS)
     it += 1
     for i in range(1, n):
-        s_f, dw_f = _scores(W, k_s, v_s, ring, full, it, D, BUFFERS)
+        s_f, dw_f = scores_of(W, k_s, v_s, ring, full, it, D, BUFFERS)
         d_out = ring.index((2 * it + 1) % BUFFERS).reshape([64, D])
         q = ring.index((2 * it) % BUFFERS).reshape([64, D])
         # Slopes beside the product of d_weights, ds beside that of dv. What keeps ptxas from waiting for the former
@@ -251,12 +251,12 @@ def _walk(
         if i + 1 == n:
             mbarrier.arrive(v_empty.index(W), count=1)
         tma.store_wait(0)
-        ds = _share(W, slope * dw, ds_s, ds_full, it, dtype, D)
-        dq = _so_far(W, job_s, t, parts, tile, heads, D)
-        dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
+        ds = share(W, slope * dw, ds_s, ds_full, it, dtype, D)
+        dq = so_far(W, job_s, t, parts, tile, heads, D)
+        dq_f = add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
         dk_f = warpgroup_mma(ds, q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq_f])
-        _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+        give_dq(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
         tile += step
         dv, dk = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
         give_back(empty, it, BUFFERS)
@@ -268,13 +268,13 @@ def _walk(
     tma.store_wait(0)
     dv = dv * value_factor(scale, out_scale, ACT, FOLD, LEAN)
     store(out_s.index(W + nothing(it)), dv_desc, dv, k_end, k_x, column, D)
-    dq = _so_far(W, job_s, t, parts, tile, heads, D)
+    dq = so_far(W, job_s, t, parts, tile, heads, D)
     _wait_ds(ds_full, it - 1)
-    dq_f = _add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
+    dq_f = add_dq(W, dq, ds_s, k_s, it - 1, blocks, D)
     dq = warpgroup_mma_wait(0, deps=[dq_f])
     mbarrier.arrive(k_empty, count=1)
     tma.store_wait(0)
-    _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+    give_dq(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
     store(out_s.index(W + nothing(it)), dk_desc, dk * dq_factor, k_end, k_x, column, D)
     return it
 
@@ -305,12 +305,12 @@ def _consumer(
             mbarrier.arrive(v_empty.index(W), count=1)
             for _ in range(n):
                 mbarrier.arrive(ds_full.index(it % DS), count=1)
-                dq = _so_far(W, job_s, t, parts, tile, heads, D)
+                dq = so_far(W, job_s, t, parts, tile, heads, D)
                 _wait_ds(ds_full, it)
-                dq_f = _add_dq(W, dq, ds_s, k_s, it, blocks, D)
+                dq_f = add_dq(W, dq, ds_s, k_s, it, blocks, D)
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 tma.store_wait(0)
-                _out(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
+                give_dq(W, dq, dq_s, dq_to, parts, job_s, t, it, tile, heads, dq_factor, D, F32)
                 give_back(empty, it, BUFFERS)
                 tile += step
                 it += 1
@@ -326,7 +326,7 @@ def _consumer(
 
 
 @gluon.jit
-def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared):
+def hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared):
     """Pass ``t`` to the consumers. Returns its query tiles."""
     slot = t % 2
     mbarrier.wait(job_empty.index(slot), ((t // 2) & 1) ^ 1)
@@ -349,7 +349,7 @@ def _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_l
 
 
 @gluon.jit
-def _load_keys(desc, k_s, k_full, k_empty, t, k_end, x, column):
+def load_keys(desc, k_s, k_full, k_empty, t, k_end, x, column):
     mbarrier.wait(k_empty, (t & 1) ^ 1)
     mbarrier.expect(k_full, 2 * desc.block_type.nbytes)
     for w in gl.static_range(2):
@@ -357,7 +357,7 @@ def _load_keys(desc, k_s, k_full, k_empty, t, k_end, x, column):
 
 
 @gluon.jit
-def _load_values(desc, v_s, v_full, v_empty, t, k_end, x, column):
+def load_values(desc, v_s, v_full, v_empty, t, k_end, x, column):
     for w in gl.static_range(2):
         mbarrier.wait(v_empty.index(w), (t & 1) ^ 1)
         mbarrier.expect(v_full.index(w), desc.block_type.nbytes)
@@ -374,7 +374,7 @@ def _producer(
     kt = 0
     job = claim(claimed)
     sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
-    n = _hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared)
+    n = hand_on(job_s, job_full, job_empty, 0, sample, q_start, q_len, k_start, k_len, head, 0, shared)
     while n > 0:
         back = kt % 2
         step = 64 - 128 * back
@@ -390,9 +390,9 @@ def _producer(
             q_x += gl.where(k_len > 0, step, 0)
             # In the order in which the pass before frees its places.
             if i == gl.minimum(BUFFERS // 2 - 2, n - 1):
-                _load_values(v_desc, v_s, v_full, v_empty, t, k_end, k_x, column)
+                load_values(v_desc, v_s, v_full, v_empty, t, k_end, k_x, column)
             if i == gl.minimum(BUFFERS // 2 - 1, n - 1):
-                _load_keys(k_desc, k_s, k_full, k_empty, t, k_end, k_x, column)
+                load_keys(k_desc, k_s, k_full, k_empty, t, k_end, k_x, column)
                 if kt + 1 == key_tiles(k_len, 128):
                     job = claim(claimed)
         kt += 1
@@ -400,7 +400,7 @@ def _producer(
         if kt == key_tiles(k_len, 128):
             kt = 0
             sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
-        n = _hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared)
+        n = hand_on(job_s, job_full, job_empty, t, sample, q_start, q_len, k_start, k_len, head, kt, shared)
 
 
 # -- kernel ------------------------------------------------------------------------------------------------------------
