@@ -15,7 +15,16 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.device import LOG2E
-from gem.kernels.hopper import backward_few, claims, jfa_backward_few, jfa_backward_long, jfa_long, jfa_short
+from gem.kernels.hopper import (
+    backward_few,
+    backward_short,
+    claims,
+    jfa_backward_few,
+    jfa_backward_long,
+    jfa_backward_short,
+    jfa_long,
+    jfa_short,
+)
 from gem.kernels.hopper.choose import FEW_QUERIES, SHORT_KEYS, Variant
 from gem.kernels.hopper.rows import of_rows
 from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
@@ -141,6 +150,9 @@ def attention_backward(
             most = 32 if _queries(batch) <= 32 else 64
             beyond = backward_few.limits(most)
             jfa_backward_few.run(*given, qk_scale=qk_scale, queries=most)
+        elif not _masked(batch) and batch.k_rows / max(batch.size, 1) <= SHORT_KEYS:
+            beyond = backward_short.LIMITS
+            jfa_backward_short.run(*given, qk_scale=qk_scale)
         # All samples, or those beyond the limits and what lies behind the last offsets.
         jfa_backward_long.run(*given, qk_scale=qk_scale, beyond=beyond)
     if shared:

@@ -4,7 +4,6 @@ Right against the float64 definition, and the same bits in every order of copies
 that: faults put into the kernels, each of which some order must show.
 """
 
-import functools
 import importlib.util
 import os
 from types import ModuleType
