@@ -105,6 +105,10 @@ def _tile(
     scale2 = scale * LOG2E
     if not FIRST:
         dq_f = dq_of(W, ds_s, k_s, ds_full, it - 1, blocks)
+        if F32:
+            # Addresses of single numbers: beside products there are no registers for them.
+            dq = warpgroup_mma_wait(0, deps=[dq_f])
+            rows_out(W, dq, dq_s, dq_to, job_s, t, it, tile - 1, heads, scale, 64, F32)
     at = (2 * it) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it) // BUFFERS) & 1)
     q = ring.index(at).reshape([64, 64])
@@ -113,7 +117,7 @@ def _tile(
     d_out = ring.index(at).reshape([64, 64])
     s_f = product_of(W + nothing(it), k_s, q)
     dw_f = product_of(W + nothing(it), v_s, d_out)
-    if not FIRST:
+    if not FIRST and not F32:
         dq = warpgroup_mma_wait(2, deps=[dq_f])
         tma.store_wait(0)
         rows_out(W, dq, dq_s, dq_to, job_s, t, it, tile - 1, heads, scale, 64, F32)
