@@ -110,14 +110,14 @@ def run(
 
 
 @gluon.jit
-def _product(block, x_s, y):
+def product_of(block, x_s, y):
     """A block of keys or values by a tile of queries or d_out, in the queue."""
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     return warpgroup_mma(x_s.index(block).reshape([64, 64]), y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
+def share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
     """Gradients of scores as a register operand, and in shared memory."""
     P_L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2)
     ds16 = ds.to(dtype)
@@ -127,7 +127,7 @@ def _share(block: gl.constexpr, ds, ds_s, it, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _dq(W: gl.constexpr, ds_s, k_s, ds_full, it, blocks):
+def dq_of(W: gl.constexpr, ds_s, k_s, ds_full, it, blocks):
     """This consumer's columns of dq of a tile, in the queue."""
     mbarrier.wait(ds_full.index(it % 2), (it // 2) & 1)
     dq = gl.zeros([64, 32], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
@@ -148,15 +148,15 @@ def _tile(
     """dk and dv with a tile's share; dq of the tile before."""
     dtype: gl.constexpr = ring.dtype
     if not FIRST:
-        dq_f = _dq(W, ds_s, k_s, ds_full, it - 1, blocks)
+        dq_f = dq_of(W, ds_s, k_s, ds_full, it - 1, blocks)
     at = (2 * it) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it) // BUFFERS) & 1)
     q = ring.index(at).reshape([64, 64])
     at = (2 * it + 1) % BUFFERS
     mbarrier.wait(full.index(at), ((2 * it + 1) // BUFFERS) & 1)
     d_out = ring.index(at).reshape([64, 64])
-    s_f = _product(W + nothing(it), k_s, q)
-    dw_f = _product(W + nothing(it), v_s, d_out)
+    s_f = product_of(W + nothing(it), k_s, q)
+    dw_f = product_of(W + nothing(it), v_s, d_out)
     if not FIRST:
         dq = warpgroup_mma_wait(2, deps=[dq_f])
         tma.store_wait(0)
@@ -167,18 +167,18 @@ def _tile(
     p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
     dv_f = warpgroup_mma(p, d_out, dv_0, use_acc=not FIRST, is_async=True)
     dw = warpgroup_mma_wait(1, deps=[dw_f])
-    ds = _share(W, slope * dw, ds_s, it, dtype)
+    ds = share(W, slope * dw, ds_s, it, dtype)
     dk_f = warpgroup_mma(ds, q, dk_0, use_acc=not FIRST, is_async=True)
     if both:
         # Gradients of weights not behind them too: there are no registers for those beside the operands.
-        s_f = _product(2 + W + nothing(it), k_s, q)
+        s_f = product_of(2 + W + nothing(it), k_s, q)
         dv_0, dk_0 = warpgroup_mma_wait(1, deps=[dv_f, dk_f])
-        dw_f = _product(2 + W + nothing(it), v_s, d_out)
+        dw_f = product_of(2 + W + nothing(it), v_s, d_out)
         s = warpgroup_mma_wait(1, deps=[s_f])
         p, slope = weights(s, scale, out_scale, ACT, FOLD, LEAN, dtype, 64)
         dv_f = warpgroup_mma(p, d_out, dv_1, use_acc=not FIRST, is_async=True)
         dw = warpgroup_mma_wait(1, deps=[dw_f])
-        ds = _share(2 + W, slope * dw, ds_s, it, dtype)
+        ds = share(2 + W, slope * dw, ds_s, it, dtype)
         mbarrier.arrive(ds_full.index(it % 2), count=1)
         dk_f = warpgroup_mma(ds, q, dk_1, use_acc=not FIRST, is_async=True)
         dv_1, dk_1 = warpgroup_mma_wait(0, deps=[dv_f, dk_f])
@@ -190,10 +190,10 @@ def _tile(
 
 
 @gluon.jit
-def _last_dq(W: gl.constexpr, ds_s, k_s, dq_s, dq_to, k_empty, ds_full, job_s, t, it, tile, blocks, heads, factor,
+def last_dq(W: gl.constexpr, ds_s, k_s, dq_s, dq_to, k_empty, ds_full, job_s, t, it, tile, blocks, heads, factor,
              F32: gl.constexpr):  # fmt: skip
     """dq of a job's last tile. Behind it nothing of this consumer is on its way out."""
-    dq_f = _dq(W, ds_s, k_s, ds_full, it, blocks)
+    dq_f = dq_of(W, ds_s, k_s, ds_full, it, blocks)
     dq = warpgroup_mma_wait(0, deps=[dq_f])
     mbarrier.arrive(k_empty, count=1)
     tma.store_wait(0)
@@ -237,7 +237,7 @@ def _consumer(
             store(v_s.index(W), dv_desc, dv_0 * dv_factor, k_end, k_x, column, 64)
             if both:
                 store(v_s.index(2 + W), dv_desc, dv_1 * dv_factor, k_end, k_x + 128, column, 64)
-            _last_dq(
+            last_dq(
                 W, ds_s, k_s, dq_s, dq_to, k_empty, ds_full, job_s, t, it - 1, n - 1, blocks, heads, dq_factor, F32
             )  # fmt: skip
             mbarrier.arrive(v_empty, count=1)
@@ -249,7 +249,7 @@ def _consumer(
             give_back(empty, it, BUFFERS)
             it += 1
             for i in range(1, n):
-                dq_f = _dq(W, ds_s, k_s, ds_full, it - 1, blocks)
+                dq_f = dq_of(W, ds_s, k_s, ds_full, it - 1, blocks)
                 dq = warpgroup_mma_wait(0, deps=[dq_f])
                 tma.store_wait(0)
                 rows_out(W, dq, dq_s, dq_to, job_s, t, it, i - 1, heads, dq_factor, 64, F32)
@@ -257,7 +257,7 @@ def _consumer(
                 give_back(empty, it, BUFFERS)
                 it += 1
             mbarrier.arrive(v_empty, count=1)
-            _last_dq(
+            last_dq(
                 W, ds_s, k_s, dq_s, dq_to, k_empty, ds_full, job_s, t, it - 1, n - 1, blocks, heads, dq_factor, F32
             )  # fmt: skip
         mbarrier.arrive(job_empty.index(t % 2), count=1)
@@ -271,7 +271,7 @@ def _consumer(
 
 
 @gluon.jit
-def _load_blocks(desc, x_s, full, empty, t, blocks, end, x, column):
+def load_blocks(desc, x_s, full, empty, t, blocks, end, x, column):
     mbarrier.wait(empty, (t & 1) ^ 1)
     for count in gl.static_range(1, 5):
         mbarrier.expect(full, count * desc.block_type.nbytes, pred=blocks == count)
@@ -312,8 +312,8 @@ def _producer(
             q_x += gl.where(k_len > 0, 64, 0)
             # Their places are free when the job before has ended.
             if i == gl.minimum(BUFFERS // 2 - 1, n - 1):
-                _load_blocks(k_desc, k_s, k_full, k_empty, t, blocks, k_start + k_len, k_x, head * 64)
-                _load_blocks(v_desc, v_s, v_full, v_empty, t, blocks, k_start + k_len, k_x, head * 64)
+                load_blocks(k_desc, k_s, k_full, k_empty, t, blocks, k_start + k_len, k_x, head * 64)
+                load_blocks(v_desc, v_s, v_full, v_empty, t, blocks, k_start + k_len, k_x, head * 64)
                 job = claim(claimed)
         t += 1
         sample, _, q_start, q_len, k_start, k_len, head = record_of(samples, job, jobs, heads)
