@@ -209,8 +209,9 @@ def _prepare_block_attention(
 def _choose(op: str, x: Inputs, impl: str, masked: bool = False, biased: bool = False) -> Choice:
     _, heads, head_dim = x.q.shape
     # Strides are asked for where an implementation looks at them: not a microsecond of each call of the other ops.
-    seen = op == "block_attention" or readable(x.q, x.k, x.v)
-    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim, masked, biased, seen)
+    looked_at = op == "gdpa" or impl == "gluon"
+    fits = not looked_at or readable(x.q, x.k, x.v)
+    call = Call(op, x.q.device.type, x.q.dtype, heads, head_dim, masked, biased, fits)
     if torch.compiler.is_compiling():
         return choose(call, impl)
     # On a CPU the choice follows TRITON_INTERPRET, which may change.

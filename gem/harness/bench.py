@@ -71,7 +71,7 @@ class Bench:
             chosen = [name for name in available(self.case.subject, device, dtype) if name != "reference"]
         else:
             chosen = self.case.impls
-        call = Call(self.case.subject, device, dtype, params.heads, params.head_dim, params.masked)
+        call = Call(self.case.subject, device, dtype, params.heads, params.head_dim, params.masked, params.biased)
         return [(name, refusal(call, name)) for name in chosen]
 
     def check(self) -> None:

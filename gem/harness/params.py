@@ -49,6 +49,11 @@ class SubjectParams(Params):
         """Whether a mask hides keys of a query's own sample."""
         return False
 
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to scores."""
+        return False
+
 
 class MaskedParams(SubjectParams):
     """Subjects with a causal mask and a window, both aligned at the bottom right; -1 = unlimited."""
@@ -67,6 +72,11 @@ class JaggedAttentionParams(MaskedParams):
 
     bias: Bias = "none"
     scale: Finite | None = None
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to scores."""
+        return self.bias != "none"
 
 
 class GdpaParams(MaskedParams):

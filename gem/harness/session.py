@@ -17,6 +17,7 @@ from gem.harness import environment, janitor
 from gem.harness.case import Case
 from gem.harness.needs import Facts
 from gem.harness.results import WaterfallPart
+from gem.harness.timing import last_level_cache_bytes
 from gem.harness.worker import Worker, start_server
 
 # Run in workers: the oracle, and the measurement of what the machine can do at most.
@@ -125,6 +126,7 @@ def open_session(options: RunOptions, ahead: bool = True) -> Iterator[Session]:
 
     ``ahead``: start the workers' server now, for its imports take seconds; else the first worker does.
     """
+    last_level_cache_bytes()  # a wrong GEM_LLC_MIB is told here once, and not by each worker
     if ahead:
         start_server()
     folder = tempfile.mkdtemp(prefix="gem-run-")

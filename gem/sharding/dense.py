@@ -73,8 +73,8 @@ def _prefetch(parts: Sequence[FSDPModule]) -> None:
 class OwnShards:
     """This rank's piece of each parameter as a parameter of its own, in the same memory: what an optimizer updates.
 
-    An update of an element needs nothing of other ranks. Of the DTensors themselves, torch would work out anew for each
-    list of parameters how an update is placed: 2.5 s of the first five steps of a model of 60 parameters, on a CPU.
+    An update of an element needs nothing of other ranks. Of the DTensors themselves, torch works out for each list of
+    parameters how an update is placed, which took longer than all else in a short run (docs/measured.md).
     """
 
     def __init__(self, model: nn.Module) -> None:

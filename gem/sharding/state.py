@@ -72,7 +72,11 @@ class DenseMoments:
         found = {}
         for name, tensors in self.dense.state_dict().items():
             whole = self.parameters[name]
-            found[self.rename(name)] = {key: _placed(x, whole) if x.dim() else x for key, x in tensors.items()}
+            assert isinstance(whole, DTensor)
+            mesh, placements, shape = whole.device_mesh, list(whole.placements), tuple(whole.shape)
+            found[self.rename(name)] = {
+                key: _whole(x, mesh, placements, shape) if x.dim() else x for key, x in tensors.items()
+            }
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,13 +118,6 @@ def _of_table(tables: ShardedTables, meshes: Meshes, table: Table, own: Tensor) 
     if tables.kind == "v3":
         return _whole(own, replicas, [Shard(0)], shape)
     return own
-
-
-def _placed(own: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return own
-    placements, shape = list(like.placements), torch.Size(like.shape)
-    return DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=shape, stride=like.stride())
 
 
 def _whole(own: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Jagged softmax attention of impl="gluon": from a call to the kernel that runs it, and its launch.
+"""Forward of jagged softmax attention of impl="gluon": from a call to the kernel that runs it, and its launch.
 
 Arguments of the kernels, in this order: descriptors of q, k, v and the output (launch.ragged); log-sum-exp; the tile
 list; a counter for claims; jobs (its entries times heads), heads, query heads a head of keys, programs; ``shared``, the
@@ -15,19 +15,10 @@ from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.device import LOG2E
-from gem.kernels.hopper import (
-    backward_few,
-    backward_short,
-    claims,
-    jfa_backward_few,
-    jfa_backward_long,
-    jfa_backward_short,
-    jfa_long,
-    jfa_short,
-)
+from gem.kernels.hopper import claims, jfa_long, jfa_short
+from gem.kernels.hopper.backward import check_rows, readable
 from gem.kernels.hopper.choose import FEW_QUERIES, SHORT_KEYS, Variant
-from gem.kernels.hopper.rows import of_rows
-from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember, tma_fits
+from gem.kernels.launch import PLANS, Launch, empty_like, kind_of, remember
 from gem.kernels.schedule import Batch
 
 
@@ -66,9 +57,8 @@ def attention_forward(
     key = ("gluon attention", kind, variant)
     plan = PLANS.get(key)
     if plan is None:
-        if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
-            raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
-        q_THD, k_TGD, v_TGD = (_readable(x) for x in (q_THD, k_TGD, v_TGD))
+        check_rows(rows, batch.q_rows, batch.k_rows)
+        q_THD, k_TGD, v_TGD = (readable(x) for x in (q_THD, k_TGD, v_TGD))
         plan = _Plan(variant, _launch_of(variant, head_dim, batch))
         if kind is not None and kind == kind_of(batch, q_THD, k_TGD, v_TGD):  # copies have other strides than the call
             remember(key, plan)
@@ -86,25 +76,23 @@ def attention_forward(
 
 def choose(batch: Batch, head_dim: int) -> Variant:
     """The variant for a batch's mean lengths. Under a mask none keeps all keys of a sample."""
-    if _queries(batch) <= FEW_QUERIES:
+    queries = batch.shared if batch.q_offsets is None else batch.q_rows / max(batch.size, 1)
+    if queries <= FEW_QUERIES:
         return _FEW[head_dim]
-    short = batch.k_rows / max(batch.size, 1) <= SHORT_KEYS and not _masked(batch)
-    return (_SHORT if short else _LONG)[head_dim]
+    if masked(batch):
+        return _EDGED[head_dim]
+    return (_SHORT if batch.k_rows / max(batch.size, 1) <= SHORT_KEYS else _LONG)[head_dim]
 
 
-def _queries(batch: Batch) -> float:
-    """Of a sample, on average."""
-    return batch.shared if batch.q_offsets is None else batch.q_rows / max(batch.size, 1)
-
-
-def _masked(batch: Batch) -> bool:
+def masked(batch: Batch) -> bool:
+    """Whether an edge of causal or of a window may cross its tiles."""
     return batch.left >= 0 or batch.right >= 0
 
 
 def _launch_of(variant: Variant, head_dim: int, batch: Batch) -> Launch:
     if variant.kernel == "long":
         return jfa_long.launch_of(variant, head_dim, batch.left >= 0, batch.right >= 0)
-    if _masked(batch):
+    if masked(batch):
         raise ValueError(
             f"the Gluon kernel for short keys takes no mask, got a window of {batch.left}, {batch.right}; accepted: "
             'kernel "long", which visits only what a window shows'
@@ -116,49 +104,10 @@ _LONG = {
     64: Variant("long", 192, 128, 5, consumers=3, q_slots=1, turns=1),
     128: Variant("long", 128, 128, 2, q_slots=1, q_registers=True, turns=2),
 }
+# Three consumers have too few registers for edges: 1,200 bytes a thread were spilled.
+_EDGED = {64: Variant("long", 128, 128, 4, q_slots=2, turns=1), 128: _LONG[128]}
 _FEW = {64: Variant("long", 64, 64, 4, lanes=2), 128: Variant("long", 64, 64, 2, lanes=2)}
 _SHORT = {
     64: Variant("short", 1024, 64, 6, consumers=3, values_first=True),
     128: Variant("short", 1024, 64, 4, values_first=True),
 }
-
-
-def attention_backward(
-    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, batch: Batch, *,
-    qk_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), of as many heads of keys as of queries; the same bits every run.
-
-    ``out_THD``, ``lse_HT``: the forward's. Rows behind the last offset are 0. ``batch.shared`` queries get a gradient a
-    sample, in fp32, summed in the samples' order. Tensors that the copy engine cannot read are copied first.
-    """
-    shared = batch.shared if batch.q_offsets is None else 0
-    heads, head_dim = k_THD.shape[1:]
-    if shared:
-        dq = q_THD.new_empty((shared * batch.size, heads, head_dim), dtype=torch.float32)
-    else:
-        dq = empty_like(q_THD)
-    dk, dv = empty_like(k_THD), empty_like(v_THD)
-    if dq.shape[0] == 0 or dk.shape[0] == 0:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-    else:
-        d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
-        given = (d_out_THD, q_THD, k_THD, v_THD, of_rows(out_THD, d_out_THD, lse_HT, batch), dq, dk, dv, batch)
-        beyond = None
-        if not _masked(batch) and _queries(batch) <= FEW_QUERIES:
-            most = 32 if _queries(batch) <= 32 else 64
-            beyond = backward_few.limits(most)
-            jfa_backward_few.run(*given, qk_scale=qk_scale, queries=most)
-        elif not _masked(batch) and batch.k_rows / max(batch.size, 1) <= SHORT_KEYS:
-            beyond = backward_short.LIMITS
-            jfa_backward_short.run(*given, qk_scale=qk_scale)
-        # All samples, or those beyond the limits and what lies behind the last offsets.
-        jfa_backward_long.run(*given, qk_scale=qk_scale, beyond=beyond)
-    if shared:
-        dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
-    return dq, dk, dv
-
-
-def _readable(x: Tensor) -> Tensor:
-    return x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format)

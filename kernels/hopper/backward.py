@@ -12,6 +12,8 @@ go to "long" in launches of their own, which cost a few microseconds where there
 Legend: T rows of all samples, H heads, D head_dim.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def gdpa_backward(
     Rows behind the last offset are 0. ``batch.shared`` queries get a gradient a sample, in fp32, summed in the samples'
     order. Tensors that the copy engine cannot read (launch.tma_fits) are copied first.
     """
+    how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
+    return gradients_of(d_out_THD, q_THD, k_THD, v_THD, batch, functools.partial(_run, how=how))
+
+
+def gradients_of(
+    d_out_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch, run: Callable[..., None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) that ``run`` fills, given readable d_out, q, k, v, then these, then the batch; as ``gdpa_backward``.
+
+    Without rows of queries or of keys they are 0, and nothing is run. ValueError for more rows than descriptors count.
+    """
     shared = batch.shared if batch.q_offsets is None else 0
     heads, head_dim = k_THD.shape[1:]
     if shared:
@@ -45,19 +58,22 @@ def gdpa_backward(
         for gradient in (dq, dk, dv):
             gradient.zero_()
     else:
-        most = max(dq.shape[0], batch.q_rows, batch.k_rows)
-        if most > launch.MOST_TMA_ROWS:
-            raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {most}")
-        d_out_THD, q_THD, k_THD, v_THD = (_readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD))
-        how = {"activation": activation, "qk_scale": qk_scale, "out_scale": out_scale}
-        _run(d_out_THD, q_THD, k_THD, v_THD, dq, dk, dv, batch, how)
+        check_rows(dq.shape[0], batch.q_rows, batch.k_rows)
+        run(*(readable(x) for x in (d_out_THD, q_THD, k_THD, v_THD)), dq, dk, dv, batch)
     if shared:
         dq = dq.view(batch.size, *q_THD.shape).sum(0).to(q_THD.dtype)
     return dq, dk, dv
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
+    """As it is, or a copy that the copy engine can read."""
     return x if tma_fits(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def check_rows(*counts: int) -> None:
+    """ValueError for more rows than descriptors count."""
+    if max(counts) > launch.MOST_TMA_ROWS:
+        raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(counts)}")
 
 
 def choose_backward(batch: Batch, head_dim: int) -> tuple[str, Limits | None]:

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gem.kernels.hopper.choose import Variant
 from gem.kernels.hopper.claims import PLACE, claim, first_job, received, send
 from gem.kernels.hopper.lazy_softmax import averages, nothing_seen, shrunk, weights_of_first, weights_of_next
-from gem.kernels.hopper.parts import END, LAYOUT, key_tiles, record_of, store_tile
+from gem.kernels.hopper.parts import END, LAYOUT, blocks_of, key_tiles, record_of, store_tile
 from gem.kernels.launch import Launch
 
 
@@ -48,17 +48,6 @@ def launch_of(variant: Variant, head_dim: int) -> Launch:
         ROWS=variant.rows, N=variant.keys, D=head_dim, STAGES=variant.stages, warps=4,
         ragged={0: 64, 1: variant.keys, 2: variant.keys, 3: 64}, layout=LAYOUT,
     )  # fmt: skip
-
-
-@gluon.jit
-def _blocks_of(w, row, q_len, n, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """Blocks of a job that consumer ``w`` works at: its own where keys stay, as many as the first where all walk them.
-
-    At least one, which may lie behind the sample's end: its queries are read as zeros and nothing is stored.
-    """
-    blocks = (gl.minimum(q_len - row, ROWS) + 63) // 64
-    mine = gl.where(n <= STAGES, blocks - w, blocks)
-    return gl.maximum((mine + CONSUMERS - 1) // CONSUMERS, 1)
 
 
 @gluon.jit
@@ -96,7 +85,7 @@ def _consumer(
     valid = sample >= 0
     n = key_tiles(k_len, N)
     new = _not_twice(k_len, n, N, S_L)
-    blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
+    blocks = blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
     first = 0  # stage of this block's first keys
     parity = 0  # of its barrier
     # What is left of the block before: there is none, whose rows nobody stores.
@@ -168,7 +157,7 @@ def _consumer(
             valid = sample >= 0
             n = key_tiles(k_len, N)
             new = _not_twice(k_len, n, N, S_L)
-            blocks = _blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
+            blocks = blocks_of(W, row, q_len, n, CONSUMERS, ROWS, STAGES)
     if t > 0:
         p = gl.convert_layout(w.to(dtype), P_L, assert_trivial=True)
         acc_f = warpgroup_mma(p, v_s.index(before).reshape([N, D]), acc, use_acc=several, is_async=True)
@@ -212,12 +201,12 @@ def _producer(
     sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     while sample >= 0:
         n = key_tiles(k_len, N)
-        rounds = _blocks_of(0, row, q_len, n, CONSUMERS, ROWS, STAGES)
+        rounds = blocks_of(0, row, q_len, n, CONSUMERS, ROWS, STAGES)
         for u in range(rounds):
             for w in gl.static_range(CONSUMERS):
                 t = u + (before_0 if w == 0 else before_1 if w == 1 else before_2)
                 slot = w * SLOTS + t % SLOTS
-                if u < _blocks_of(w, row, q_len, n, CONSUMERS, ROWS, STAGES):
+                if u < blocks_of(w, row, q_len, n, CONSUMERS, ROWS, STAGES):
                     mbarrier.wait(q_empty.index(slot), ((t // SLOTS) & 1) ^ 1)
                     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
                     q_x = gl.where(k_len > 0, END - q_len + row + (u * CONSUMERS + w) * 64, END)
@@ -248,8 +237,8 @@ def _producer(
             if u == gl.maximum(rounds - 2, 0):
                 job = claim(claimed)
         before_0 += rounds
-        before_1 += _blocks_of(1, row, q_len, n, CONSUMERS, ROWS, STAGES)
-        before_2 += _blocks_of(2, row, q_len, n, CONSUMERS, ROWS, STAGES)
+        before_1 += blocks_of(1, row, q_len, n, CONSUMERS, ROWS, STAGES)
+        before_2 += blocks_of(2, row, q_len, n, CONSUMERS, ROWS, STAGES)
         sample, row, q_start, q_len, k_start, k_len, head = record_of(tiles, job, jobs, heads)
     stage = it % STAGES
     mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)

@@ -10,15 +10,15 @@ Legend: T rows of all samples, H heads, D head_dim.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gem.kernels import launch
 from gem.kernels.hopper import claims, gdpa_long, gdpa_plain, gdpa_short, parts
-from gem.kernels.hopper.attention import attention_backward, attention_forward
-from gem.kernels.hopper.backward import gdpa_backward
+from gem.kernels.hopper.attention import attention_forward
+from gem.kernels.hopper.backward import check_rows, gdpa_backward, readable
 from gem.kernels.hopper.choose import Variant, choose
-from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember, tma_fits
+from gem.kernels.hopper.jfa_backward import attention_backward
+from gem.kernels.launch import PLANS, Launch, empty_like, folds, kind_of, remember
 from gem.kernels.ops import jagged_batch
 from gem.kernels.schedule import Batch
 
@@ -57,9 +57,8 @@ def gdpa_forward(
     key = ("gluon forward", kind, activation, variant, lean)
     plan = PLANS.get(key)
     if plan is None:
-        if max(rows, batch.q_rows, batch.k_rows) > launch.MOST_TMA_ROWS:
-            raise ValueError(f"the Gluon kernels take up to 2**30 rows, got {max(rows, batch.q_rows, batch.k_rows)}")
-        q_THD, k_THD, v_THD = (x if tma_fits(x) else _copy(x) for x in (q_THD, k_THD, v_THD))
+        check_rows(rows, batch.q_rows, batch.k_rows)
+        q_THD, k_THD, v_THD = (readable(x) for x in (q_THD, k_THD, v_THD))
         plan = _Plan(variant, _LAUNCH_OF[variant.kernel](variant, head_dim, activation, folds(activation, q_THD), lean))
         if kind is not None and kind == kind_of(batch, q_THD, k_THD, v_THD):  # copies have other strides than the call
             remember(key, plan)
@@ -71,10 +70,6 @@ def gdpa_forward(
     lists = (tiles,) if plan.variant.kernel == "plain" else (tiles, claims.counter(tiles.device))
     plan.launch((programs,), q_THD, k_THD, v_THD, out, *lists, jobs, heads, programs, shared, qk_scale, out_scale)
     return out
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 __all__ = ["attention_backward", "attention_forward", "gdpa_backward", "gdpa_forward", "jagged_batch"]

@@ -173,3 +173,14 @@ def store_tile(
 def key_tiles(k_len, N: gl.constexpr):
     """Tiles of keys of a job; for no keys one of zeros, so that its output is written: 0."""
     return gl.maximum((k_len + N - 1) // N, 1)
+
+
+@gluon.jit
+def blocks_of(w, row, q_len, n, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """Blocks of a job that consumer ``w`` works at: its own where keys stay, as many as the first where all walk them.
+
+    At least one, which may lie behind the sample's end: its queries are read as zeros and nothing is stored.
+    """
+    blocks = (gl.minimum(q_len - row, ROWS) + 63) // 64
+    mine = gl.where(n <= STAGES, blocks - w, blocks)
+    return gl.maximum((mine + CONSUMERS - 1) // CONSUMERS, 1)

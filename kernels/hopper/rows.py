@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from gem.kernels.hopper.parts import record_of
 from gem.kernels.hopper.sums import first_tile, most_tiles
-from gem.kernels.launch import Launch
+from gem.kernels.launch import PLANS, Launch, kind_of, remember
 from gem.kernels.schedule import Batch
 
 NOWHERE = gl.constexpr(-2)  # a row of the descriptor at which zeros are read
@@ -29,11 +29,16 @@ def of_rows(out_THD: Tensor, d_out_THD: Tensor, lse_HT: Tensor, batch: Batch) ->
     rows, heads, head_dim = out_THD.shape
     shared = batch.shared if batch.q_offsets is None else 0
     found = out_THD.new_empty((2 * most_tiles(rows, batch.size) * heads, 64), dtype=torch.float32)
+    kind = kind_of(batch, out_THD, d_out_THD)
+    key = ("gluon attention rows", kind)
+    launch = PLANS.get(key)
+    if launch is None:
+        launch = Launch(_rows, D=head_dim, warps=4)
+        if kind is not None:
+            remember(key, launch)
     tiles = batch.tiles("q", 64)
     jobs = tiles.shape[0] * heads
-    Launch(_rows, D=head_dim, warps=4)(
-        (jobs,), out_THD, d_out_THD, lse_HT, found, tiles, jobs, heads, shared, rows, d_out_THD.stride(0)
-    )
+    launch((jobs,), out_THD, d_out_THD, lse_HT, found, tiles, jobs, heads, shared, rows, d_out_THD.stride(0))
     return found
 
 

@@ -91,6 +91,7 @@ def room(q_rows: int, samples: int, heads: int, head_dim: int, device: torch.dev
 
 
 def most_tiles(q_rows: int, samples: int) -> int:
+    """Tiles of 64 queries that so many rows of so many samples may be numbered up to, for each head."""
     return q_rows // 64 + 2 * samples + 2
 
 

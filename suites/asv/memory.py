@@ -46,7 +46,7 @@ def call(case: Case, impl: str, device: str) -> None:
 
     params = case.params
     dtype = getattr(torch, params.dtype)
-    wanted = dispatch.Call(case.subject, device, dtype, params.heads, params.head_dim, params.masked)
+    wanted = dispatch.Call(case.subject, device, dtype, params.heads, params.head_dim, params.masked, params.biased)
     if reason := dispatch.refusal(wanted, impl):
         raise SkipNotImplemented(reason)
     inputs = build_inputs(case.subject, params, load_profile(case.fixture).draw(), device)

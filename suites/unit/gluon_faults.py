@@ -150,7 +150,7 @@ FORWARD = {
     ),
     "every second job claimed": fault("long", "claims", put("gl.atomic_add(claimed, 1", "gl.atomic_add(claimed, 2")),
     "blocks counted for another consumer": fault(
-        "short, three", "gdpa_short", put("before_2 += _blocks_of(2,", "before_2 += _blocks_of(1,")
+        "short, three", "gdpa_short", put("before_2 += blocks_of(2,", "before_2 += blocks_of(1,")
     ),
     "stage asked for before its product": fault("plain", "gdpa_plain", swap(_ACC, "ahead = _load")),
     "plain queries not waited for": fault("plain, two stages", "gdpa_plain", drop("mbarrier.wait(q_full.index(slot)")),

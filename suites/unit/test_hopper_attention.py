@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from gluon_emulated import emulating
 from gluon_laws import LENGTHS, assert_near, inputs
 
 from gem import reference
-from gem.kernels.hopper.attention import attention_backward, attention_forward
+from gem.kernels.hopper import jfa_backward
+from gem.kernels.hopper.attention import attention_forward
+from gem.kernels.hopper.backward import choose_backward
 from gem.kernels.hopper.choose import Variant
 from gem.kernels.ops import jagged_batch
 
@@ -28,7 +31,7 @@ SCALE = 0.3
 
 
 class Case(NamedTuple):
-    variant: Variant
+    variant: Variant | None  # None: as calls get it
     window: tuple[int, int] = (-1, -1)
 
 
@@ -97,6 +100,13 @@ def test_it_is_right_in_any_order(case, lengths):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (20, 0)], ids=["full", "window"])
+def test_the_variants_that_calls_get_are_right(window, head_dim):
+    for lengths in ("ragged", "many keys"):
+        assert not forward(lengths, head_dim, BF16, Case(None, window), ORDERS[0]).isnan().any()
+
+
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "left": (40, 0), "both": (30, 100), "itself": (0, 0), "wide": (200, -1)}
@@ -117,16 +127,20 @@ def right_gradients(name: str, head_dim: int, dtype: torch.dtype, window: tuple[
 
 
 def backward(
-    name: str, head_dim: int, dtype: torch.dtype, window: tuple[int, int], order: tuple[int, int], scale: float = SCALE
-) -> Tensor:
-    """The right dq, dk and dv."""
+    name: str, head_dim: int, dtype: torch.dtype, window: tuple[int, int], order: tuple[int, int], scale: float = SCALE,
+    chosen: bool = False,
+) -> Tensor:  # fmt: skip
+    """The right dq, dk and dv, of the kernel for long keys alone or of those that are ``chosen``."""
     jagged, x = LENGTHS[name], inputs(LENGTHS[name], 2, head_dim, dtype)
     plain = jagged.batch()
     batch = jagged_batch(x.q, x.k, plain.q_offsets, plain.k_offsets, *window)
     out, lse = (t.detach() for t in right(name, head_dim, dtype, window, scale))
     q, k, v = (t.detach().clone() for t in (x.q, x.k, x.v))
-    with emulating(*order):
-        dq, dk, dv = attention_backward(x.d_out, q, k, v, out.to(dtype), lse.float(), batch, qk_scale=scale)
+    choose = choose_backward if chosen else lambda batch, head_dim: ("long", None)
+    with emulating(*order), mock.patch.object(jfa_backward, "choose_backward", choose):
+        dq, dk, dv = jfa_backward.attention_backward(
+            x.d_out, q, k, v, out.to(dtype), lse.float(), batch, qk_scale=scale
+        )
     dq_right, dk_right, dv_right = right_gradients(name, head_dim, dtype, window, scale)
     if jagged.shared:
         dq_right = dq_right.view(len(jagged.k), jagged.shared, 2, head_dim).sum(0)
@@ -146,3 +160,11 @@ def test_a_backward_is_right_in_any_order(window, lengths):
     orders = ORDERS[number % 2 :: 2]
     first, *others = (backward(lengths, 64, dtype, WINDOWS[window], order) for order in orders)
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("lengths", "head_dim"), [
+    ("ragged", 64), ("many keys and queries", 64), ("up to 256 keys", 128), ("a tile each", 64), ("shared", 64),
+])  # fmt: skip
+def test_the_kernels_that_lengths_choose_leave_no_row_out(lengths, head_dim):
+    """Few queries, all keys kept, short keys; beyond their limits and behind the last offsets that for long keys."""
+    assert backward(lengths, head_dim, BF16, (-1, -1), ORDERS[0], chosen=True).isfinite().all()

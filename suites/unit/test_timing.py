@@ -13,6 +13,7 @@ import pytest
 from gem.errors import RequestError
 from gem.harness import timing
 from gem.harness.environment import settings
+from gem.harness.session import RunOptions, open_session
 from gem.harness.timing import FEW_ROUNDS, MIN_ROUNDS, Timer, interleave, last_level_cache_bytes, summarize
 from gem.harness.worker import WorkerFailure
 
@@ -188,5 +189,7 @@ def test_a_virtual_machine_may_be_told_its_share_of_the_cache(tmp_path, monkeypa
     assert last_level_cache_bytes(tmp_path) == 48 << 20
     assert settings()["GEM_LLC_MIB"] == "48"
     monkeypatch.setenv("GEM_LLC_MIB", "8M")
+    with pytest.raises(RequestError, match=r"^GEM_LLC_MIB='8M'"), open_session(RunOptions(device="cpu")):
+        pytest.fail("a run began")
     with pytest.raises(RequestError, match=r"^GEM_LLC_MIB='8M'; accepted: MiB, a whole number from 1 to 99999$"):
         last_level_cache_bytes(tmp_path)

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import gem
 from gem import with_gluon
 from gem.data.lengths import load_profile
 from gem.dispatch import Call, choose, refusal
+from gem.harness.bench import Bench
+from gem.harness.params import JaggedAttentionParams
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels in Gluon are neither there without triton nor interpreted", allow_module_level=True)
@@ -54,6 +57,16 @@ def test_what_the_kernels_cannot_do_is_refused_with_its_reason(hopper, changed, 
     assert choose(call).impl != "gluon" and reason in choose(call).others["gluon"]
     with pytest.raises(ValueError, match=f"impl='gluon' cannot run it: .*{reason}"):
         choose(call, "gluon")
+
+
+@pytest.mark.parametrize(("bias", "reason"), [("none", None), ("time", "the Gluon kernels add no bias")])
+def test_a_declared_bias_is_told_to_who_refuses_it(hopper, bias, reason):
+    """Else such a case would end in an error where it has to be skipped with its reason."""
+    params = JaggedAttentionParams(dtype="bfloat16", bias=bias)
+    case = SimpleNamespace(subject="jagged_attention", params=params, impls=["gluon"])
+    bench: Any = SimpleNamespace(case=case, session=SimpleNamespace(device="cuda"))
+    found = Bench._implementations(bench)
+    assert found == [("gluon", reason)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
