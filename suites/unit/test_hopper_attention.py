@@ -107,6 +107,19 @@ def test_the_variants_that_calls_get_are_right(window, head_dim):
         assert not forward(lengths, head_dim, BF16, Case(None, window), ORDERS[0]).isnan().any()
 
 
+@pytest.mark.parametrize("case", ["long", "lanes"])
+def test_heads_of_queries_may_share_one_of_keys(case):
+    """The same bits as with the keys and values copied for each of them."""
+    jagged = LENGTHS["ragged"]
+    q, kv = (inputs(jagged, heads, 16, BF16, seed=1) for heads in (4, 2))
+    with emulating(*ORDERS[0]):
+        shared = attention_forward(q.q, kv.k, kv.v, jagged.batch(), qk_scale=SCALE, variant=CASES[case].variant)
+        k, v = (x.repeat_interleave(2, 1) for x in (kv.k, kv.v))
+        copied = attention_forward(q.q, k, v, jagged.batch(), qk_scale=SCALE, variant=CASES[case].variant)
+    for one, other in zip(shared, copied, strict=True):
+        assert torch.equal(one, other) and one.abs().sum() > 0
+
+
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "left": (40, 0), "both": (30, 100), "itself": (0, 0), "wide": (200, -1)}
